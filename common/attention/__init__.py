@@ -1,0 +1,1 @@
+"""Paged attention over the block table: one protocol (base), one file per backend."""

@@ -1,0 +1,401 @@
+"""Every message that crosses a wire, and the id types.
+
+Two layers, both MessagePack (msgspec structs, tagged by class name):
+
+- *Frames* carry calls over one link (`common/rpc`). The caller's side says Hello, Open, Send, Cancel;
+  the callee's side says Welcome, Accept, Item, End; both Beat. Every frame has one direction, so a
+  frame sent the wrong way does not decode.
+- *Bodies* ride inside frames. A request body names its method by its type (`Generate`, `Prefill`, ...);
+  each request's docstring says which items flow each way and who ends the call.
+
+Times travel as remaining or elapsed seconds, never as wall time. Token ids are plain ints. Adding a
+field with a default is compatible; anything else raises `WIRE_VERSION`.
+"""
+
+from enum import StrEnum
+from typing import NewType
+
+import msgspec
+
+from common.errors import BatonError, ErrorCode, from_wire
+
+WIRE_VERSION = 1
+
+NodeId = NewType("NodeId", str)
+"""An operator's name for a node, e.g. "prefill-0": a label, it may come back in another incarnation."""
+Incarnation = NewType("Incarnation", str)
+"""32 hex digits, drawn at every process start: the identity of a process."""
+RequestId = NewType("RequestId", str)
+"""32 hex digits, drawn by the gateway: ours, never the client's label."""
+CallId = NewType("CallId", int)
+"""Counted by the caller, unique on one link (one link is one connection, nothing is replayed)."""
+BlockId = NewType("BlockId", int)
+Generation = NewType("Generation", int)
+BlockHash = NewType("BlockHash", bytes)
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Anything that stands alone on the wire."""
+
+
+class Part(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A piece of a message."""
+
+
+# --- pieces ------------------------------------------------------------------------------------------
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class WireError(Part):
+    code: ErrorCode
+    message: str
+    retry_after_s: float | None = None
+
+    @classmethod
+    def of(cls, error: BatonError) -> "WireError":
+        return cls(error.code, error.message, error.retry_after_s)
+
+    def exception(self) -> BatonError:
+        return from_wire(self.code, self.message, self.retry_after_s)
+
+
+class BlockRef(msgspec.Struct, frozen=True, array_like=True):
+    """One block of one pool at one moment; which pool is said by the message that carries it."""
+
+    block: BlockId
+    generation: Generation
+
+
+class LayerKV(msgspec.Struct, frozen=True, array_like=True):
+    """One layer's share of a block: K is [num_kv_heads, block_size, k_head_dim], V likewise."""
+
+    num_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+
+
+class KVLayout(Part):
+    """What the bytes of a block mean. Two pools exchange blocks only if their layouts are equal.
+
+    A block is `[layer][k, v][kv head][token][head_dim]`, contiguous, layers in model order.
+    """
+
+    block_size: int
+    dtype: str
+    itemsize: int
+    layers: tuple[LayerKV, ...]
+
+    @property
+    def block_elements(self) -> int:
+        return self.block_size * sum(
+            layer.num_kv_heads * (layer.k_head_dim + layer.v_head_dim) for layer in self.layers
+        )
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_elements * self.itemsize
+
+
+class Offer(Part):
+    """How one transport's reader reaches the owner of a pool. `host` is the owner's boot id."""
+
+    transport: str
+    address: str
+    host: str = ""
+
+
+class Sampling(Part):
+    """How tokens are drawn. Noise is keyed by (seed, position in the sequence), nothing else.
+
+    `max_tokens` counts from the end of the prompt, also when a call carries tokens already delivered.
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 filter nothing.
+    """
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class NodeAddress(Part):
+    node: NodeId
+    incarnation: Incarnation
+    address: str
+
+
+class NodeCard(Part):
+    """What a node is; fixed for one incarnation."""
+
+    node: NodeId
+    incarnation: Incarnation
+    role: Role
+    address: str
+    model: str
+    model_digest: str
+    layout: KVLayout
+    max_model_len: int
+    num_blocks: int
+    offers: tuple[Offer, ...] = ()
+    host: str = ""
+    pid: int = 0
+    version: str = ""
+
+
+class NodeLoad(Part):
+    """What a node is doing. Progress is the age of the last finished step or idle probe."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_waiting_tokens: int = 0
+    free_blocks: int = 0
+    leased_blocks: int = 0
+    num_calls: int = 0
+    progress_age_s: float = 0.0
+    tokens_per_s: float = 0.0
+
+
+class NodeState(StrEnum):
+    READY = "ready"
+    STALLED = "stalled"
+    INCOMPATIBLE = "incompatible"
+
+
+class NodeView(Part):
+    card: NodeCard
+    state: NodeState
+    reason: str = ""
+    load: NodeLoad = NodeLoad()
+
+
+# --- requests: what a caller may open ------------------------------------------------------------------
+
+
+class Register(Message):
+    """Node -> coordinator, held open for the node's life. Sends: Report. Items: Registered."""
+
+    card: NodeCard
+
+
+class Watch(Message):
+    """Gateway or CLI -> coordinator, held open. Items: View, at once and at every change."""
+
+
+class Route(Message):
+    """Gateway -> coordinator. One item, Routed; or an End with the refusal.
+
+    `exclude` names incarnations that failed this request already.
+    """
+
+    model: str
+    num_tokens: int
+    exclude: tuple[Incarnation, ...] = ()
+
+
+class Generate(Message):
+    """Gateway -> decode node. Items: Tokens, the last one with `finish`; then the node Ends.
+
+    `tokens` is the prompt followed by whatever was delivered by earlier attempts. Delivered tokens
+    are facts: they are never drawn again, and positions go on where they ended.
+    """
+
+    request: RequestId
+    attempt: int
+    model_digest: str
+    tokens: list[int]
+    num_prompt_tokens: int
+    sampling: Sampling
+    prefill: NodeAddress | None = None
+
+
+class Prefill(Message):
+    """Decode node -> prefill node. Items: BlocksReady*, one PrefillDone. Sends: one Pulled.
+
+    The node frees the blocks when the call ends, whoever ends it; it Ends after Pulled. A caller that
+    needs no blocks (its request finished with the first token) sends Pulled at once.
+    """
+
+    request: RequestId
+    attempt: int
+    model_digest: str
+    tokens: list[int]
+    num_prompt_tokens: int
+    sampling: Sampling
+    layout: KVLayout
+
+
+RequestBody = Register | Watch | Route | Generate | Prefill
+
+# --- what a caller sends into an open call --------------------------------------------------------------
+
+
+class Report(Message):
+    load: NodeLoad
+
+
+class Pulled(Message):
+    """Every block that was wanted has landed and was checked."""
+
+
+SentBody = Report | Pulled
+
+# --- what a callee yields ----------------------------------------------------------------------------------
+
+
+class Registered(Message):
+    """`reason` is set when the node does not fit the cluster: it is listed, never routed to."""
+
+    reason: str = ""
+
+
+class View(Message):
+    nodes: tuple[NodeView, ...] = ()
+
+
+class Routed(Message):
+    """Where to send the request. `prefill` None means: compute the prompt at the decode node.
+
+    `why` says which rule decided ("least-loaded", "no-prefill-node", ...), for headers and metrics.
+    """
+
+    decode: NodeAddress
+    prefill: NodeAddress | None = None
+    why: str = ""
+
+
+class Tokens(Message):
+    """New tokens of one request. `phases` (last item only) are seconds by phase, summing to the call's life."""
+
+    tokens: list[int]
+    finish: FinishReason | None = None
+    cached_tokens: int = 0
+    phases: dict[str, float] | None = None
+
+
+class BlocksReady(Message):
+    """Blocks `first .. first + len(refs)` of the sequence are finished in the pool of `owner`."""
+
+    owner: Incarnation
+    first: int
+    refs: tuple[BlockRef, ...]
+
+
+class PrefillDone(Message):
+    """The prompt is computed and `token` drawn; every block of it has been announced."""
+
+    token: int
+    finish: FinishReason | None = None
+    cached_tokens: int = 0
+    phases: dict[str, float] | None = None
+
+
+ItemBody = Registered | View | Routed | Tokens | BlocksReady | PrefillDone
+
+# --- frames: caller to callee ---------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    """First on every link. `to` pins the incarnation meant; empty means whoever answers there."""
+
+    version: int
+    node: NodeId
+    incarnation: Incarnation
+    to: Incarnation | None = None
+
+
+class Open(Message):
+    call: CallId
+    body: RequestBody
+    timeout_s: float | None = None
+
+
+class Send(Message):
+    call: CallId
+    seq: int
+    body: SentBody
+
+
+class Cancel(Message):
+    """Leaves a tombstone: an Open that comes later finds it and starts nothing."""
+
+    call: CallId
+
+
+# --- frames: callee to caller ---------------------------------------------------------------------------------
+
+
+class Welcome(Message):
+    node: NodeId
+    incarnation: Incarnation
+
+
+class Refuse(Message):
+    """Answers a Hello that cannot be served; the link is then closed."""
+
+    error: WireError
+
+
+class Accept(Message):
+    """An Open arrived and a handler owns it. Sent once, never repeated."""
+
+    call: CallId
+
+
+class ItemFrame(Message, tag="Item"):
+    call: CallId
+    seq: int
+    body: ItemBody
+
+
+class End(Message):
+    """The one terminal frame of a call. `seq` is the number of items sent; `error` None means done."""
+
+    call: CallId
+    seq: int
+    error: WireError | None = None
+
+
+# --- frames: both ways --------------------------------------------------------------------------------------------
+
+
+class Beat(Message):
+    """I live, and these are my open calls with the number of frames I sent in each.
+
+    A receiver that misses one (links keep order) knows there is a hole; a call that only one side
+    lists is ended by the other.
+    """
+
+    calls: dict[CallId, int] = {}
+
+
+CallerFrame = Hello | Open | Send | Cancel | Beat
+CalleeFrame = Welcome | Refuse | Accept | ItemFrame | End | Beat
+
+_encoder = msgspec.msgpack.Encoder()
+_caller_decoder = msgspec.msgpack.Decoder(list[CallerFrame])
+_callee_decoder = msgspec.msgpack.Decoder(list[CalleeFrame])
+
+
+def encode(frames: list[CallerFrame] | list[CalleeFrame]) -> bytes:
+    """One wire message: every frame that one flush has for one peer."""
+    return _encoder.encode(frames)
+
+
+def decode_from_caller(payload: bytes | memoryview) -> list[CallerFrame]:
+    """Raises msgspec.DecodeError (also for a frame of the other direction)."""
+    return _caller_decoder.decode(payload)
+
+
+def decode_from_callee(payload: bytes | memoryview) -> list[CalleeFrame]:
+    """Raises msgspec.DecodeError (also for a frame of the other direction)."""
+    return _callee_decoder.decode(payload)

@@ -1,0 +1,22 @@
+"""What the engine needs of a model: run one step, hand back the drawn tokens."""
+
+from typing import Protocol
+
+from common.engine.request import StepPlan
+from common.messages import KVLayout
+
+
+class Runner(Protocol):
+    """Owns the weights and reads and writes the KV pool. Called from the engine thread only."""
+
+    layout: KVLayout
+    max_model_len: int
+    vocab_size: int
+    model_digest: str
+
+    def execute(self, plan: StepPlan) -> list[int]:
+        """One forward pass; one token for each chunk that samples, in plan order.
+
+        The KV of every chunk's tokens is in the pool when this returns.
+        """
+        ...

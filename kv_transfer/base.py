@@ -1,0 +1,88 @@
+"""Block transfer: the reader pulls. Nobody ever writes into memory that somebody else owns.
+
+The owner of a pool runs one `BlockServer` per transport and puts its `Offer` on the node's card. A
+reader opens one `BlockReader` per owner incarnation and reads blocks into its own pool. A read is
+checked against the generations in the references; a block that was reused fails the whole read
+(`StaleBlockError`) and its bytes are worthless.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from common.messages import BlockId, BlockRef, Incarnation, KVLayout, Offer
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMemory:
+    """A pool as bytes. `fd` is the sealed memfd behind both arrays (-1 when the pool is not host memory).
+
+    `generations[b]` moves before block b is first overwritten; reading it is atomic.
+    In the memfd the generations come first, `blocks` starts at `blocks_offset`.
+    """
+
+    incarnation: Incarnation
+    layout: KVLayout
+    blocks: npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
+    generations: npt.NDArray[np.int64]  # [num_blocks]
+    fd: int = -1
+    blocks_offset: int = 0
+
+
+class BlockServer(Protocol):
+    """The owner's side. Runs on the event loop that started it; never blocks it for long."""
+
+    async def start(self) -> Offer:
+        """Bind and return where readers reach it. TransferError if this transport cannot run here."""
+        ...
+
+    async def close(self) -> None:
+        """Stop serving; leaves no socket, thread, mapping or file behind."""
+        ...
+
+
+class BlockReader(Protocol):
+    """The reader's side of one (owner, reader) pair.
+
+    Reads may overlap. When `read` returns or raises, its destination blocks are settled: nothing will
+    write to them any more. So cancelling a read means: no new bytes are asked for, and the coroutine
+    ends (CancelledError) only once those in flight have ended or the connection is closed.
+    """
+
+    async def open(self) -> None:
+        """Connect and check incarnation and layout. TransferError if the owner cannot be reached so."""
+        ...
+
+    async def read(self, refs: Sequence[BlockRef], into: Sequence[BlockId]) -> None:
+        """Copy `refs` of the owner's pool into blocks `into` of the local one, all in flight at once.
+
+        Raises StaleBlockError if any generation moved, PeerLostError if the owner died, TransferError else.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End every read (they raise) and leave nothing behind."""
+        ...
+
+
+class Transport(Protocol):
+    """A way to move blocks. Constructed without arguments; holds nothing."""
+
+    name: str
+
+    def serve(self, pool: PoolMemory) -> BlockServer: ...
+
+    def reader(self, offer: Offer, *, owner: Incarnation, pool: PoolMemory) -> BlockReader:
+        """A reader of the pool of `owner` into the local `pool`; not yet open."""
+        ...
+
+
+TRANSPORTS = {
+    "shm": "kv_transfer.shm:ShmTransport",
+    "ucx": "kv_transfer.ucx:UcxTransport",
+    "tcp": "kv_transfer.tcp:TcpTransport",
+}
+"""Name -> "module:Class", imported on use."""
