@@ -21,12 +21,16 @@ class ModelConfig:
     model: Annotated[str, Meta(description="Folder, hub id or GGUF file of the model.")]
     served_name: Annotated[str, Meta(description="Name clients use; empty means the model's own.")] = ""
     dtype: Annotated[Literal["float32", "bfloat16"], Meta(description="Type of weights and KV.")] = "float32"
-    attention: Annotated[
-        Literal["auto", "native", "reference"], Meta(description="Attention backend.")
-    ] = "auto"
+    attention: Annotated[Literal["auto", "native", "reference"], Meta(description="Attention backend.")] = (
+        "auto"
+    )
     device: Annotated[str, Meta(description="torch device.")] = "cpu"
-    threads: Annotated[int, AtLeastZero, Meta(description="CPU threads of the engine; 0 shares the host.")] = 0
-    max_model_len: Annotated[int, AtLeastZero, Meta(description="Longest sequence; 0 is the model's own.")] = 0
+    threads: Annotated[
+        int, AtLeastZero, Meta(description="CPU threads of the engine; 0 shares the host.")
+    ] = 0
+    max_model_len: Annotated[
+        int, AtLeastZero, Meta(description="Longest sequence; 0 is the model's own.")
+    ] = 0
     batch_invariant: Annotated[
         bool, Meta(description="Give a row the same bits whatever the batch (pads steps below 16 rows).")
     ] = True
@@ -36,13 +40,19 @@ class ModelConfig:
 class EngineConfig:
     """The pool and the step."""
 
-    kv_cache_memory: Annotated[int, AtLeastZero, Meta(description="Pool size in bytes; 0 sizes it to the machine.")] = 0
+    kv_cache_memory: Annotated[
+        int, AtLeastZero, Meta(description="Pool size in bytes; 0 sizes it to the machine.")
+    ] = 0
     block_size: Annotated[int, Meta(ge=1, le=256, description="Tokens a block.")] = 16
     prefix_cache: Annotated[bool, Meta(description="Reuse blocks of equal prefixes.")] = True
     max_running: Annotated[int, AtLeastOne, Meta(description="Sequences in one step.")] = 64
     max_step_tokens: Annotated[int, AtLeastOne, Meta(description="Most tokens a step computes.")] = 512
-    max_step_s: Annotated[float, Positive, Meta(description="A step that computes prompts aims to end within this.")] = 0.5
-    max_waiting: Annotated[int, AtLeastOne, Meta(description="Requests that may queue; beyond is refused.")] = 1024
+    max_step_s: Annotated[
+        float, Positive, Meta(description="A step that computes prompts aims to end within this.")
+    ] = 0.5
+    max_waiting: Annotated[
+        int, AtLeastOne, Meta(description="Requests that may queue; beyond is refused.")
+    ] = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +63,12 @@ class NodeConfig:
     engine: EngineConfig = EngineConfig()
     name: Annotated[str, Meta(description="The node's name; empty draws one.")] = ""
     listen: Annotated[str, Meta(description="Endpoint for calls.")] = "tcp://127.0.0.1:0"
-    coordinators: Annotated[tuple[str, ...], Meta(description="Endpoints of the coordinators.")] = ("tcp://127.0.0.1:7070",)
-    transport: Annotated[Literal["auto", "shm", "tcp", "ucx"], Meta(description="How KV blocks travel.")] = "auto"
+    coordinators: Annotated[tuple[str, ...], Meta(description="Endpoints of the coordinators.")] = (
+        "tcp://127.0.0.1:7070",
+    )
+    transport: Annotated[Literal["auto", "shm", "tcp", "ucx"], Meta(description="How KV blocks travel.")] = (
+        "auto"
+    )
     parent_pipe: Annotated[int, Meta(description="Exit when this file descriptor closes; -1 never.")] = -1
 
 
@@ -62,7 +76,8 @@ class NodeConfig:
 class CoordinatorConfig:
     listen: Annotated[str, Meta(description="Endpoint for calls.")] = "tcp://127.0.0.1:7070"
     prefill_unavailable: Annotated[
-        Literal["local", "fail"], Meta(description="Without a prefill node: compute at the decode node, or refuse.")
+        Literal["local", "fail"],
+        Meta(description="Without a prefill node: compute at the decode node, or refuse."),
     ] = "local"
     parent_pipe: Annotated[int, Meta(description="Exit when this file descriptor closes; -1 never.")] = -1
 
@@ -73,7 +88,9 @@ class GatewayConfig:
     served_name: Annotated[str, Meta(description="Name clients use; empty means the model's own.")] = ""
     host: Annotated[str, Meta(description="HTTP address.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="HTTP port.")] = 8000
-    coordinators: Annotated[tuple[str, ...], Meta(description="Endpoints of the coordinators.")] = ("tcp://127.0.0.1:7070",)
+    coordinators: Annotated[tuple[str, ...], Meta(description="Endpoints of the coordinators.")] = (
+        "tcp://127.0.0.1:7070",
+    )
     max_body_bytes: Annotated[int, AtLeastOne, Meta(description="Largest request body.")] = 8 << 20
     request_timeout_s: Annotated[float, Positive, Meta(description="Deadline of a request.")] = 600.0
     max_attempts: Annotated[int, AtLeastOne, Meta(description="Nodes tried before a request fails.")] = 3

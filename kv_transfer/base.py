@@ -7,29 +7,10 @@ checked against the generations in the references; a block that was reused fails
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from common.messages import BlockId, BlockRef, Incarnation, KVLayout, Offer
-
-
-@dataclass(frozen=True, slots=True)
-class PoolMemory:
-    """A pool as bytes. `fd` is the sealed memfd behind both arrays (-1 when the pool is not host memory).
-
-    `generations[b]` moves before block b is first overwritten; reading it is atomic.
-    In the memfd the generations come first, `blocks` starts at `blocks_offset`.
-    """
-
-    incarnation: Incarnation
-    layout: KVLayout
-    blocks: npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
-    generations: npt.NDArray[np.int64]  # [num_blocks]
-    fd: int = -1
-    blocks_offset: int = 0
+from common.kv_cache.memory import PoolMemory
+from common.messages import BlockId, BlockRef, Incarnation, Offer
 
 
 class BlockServer(Protocol):
