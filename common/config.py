@@ -21,16 +21,10 @@ class ModelConfig:
     model: Annotated[str, Meta(description="Folder, hub id or GGUF file of the model.")]
     served_name: Annotated[str, Meta(description="Name clients use; empty means the model's own.")] = ""
     dtype: Annotated[Literal["float32", "bfloat16"], Meta(description="Type of weights and KV.")] = "float32"
-    attention: Annotated[Literal["auto", "native", "reference"], Meta(description="Attention backend.")] = (
-        "auto"
-    )
+    attention: Annotated[Literal["auto", "native", "reference"], Meta(description="Attention backend.")] = "auto"
     device: Annotated[str, Meta(description="torch device.")] = "cpu"
-    threads: Annotated[
-        int, AtLeastZero, Meta(description="CPU threads of the engine; 0 shares the host.")
-    ] = 0
-    max_model_len: Annotated[
-        int, AtLeastZero, Meta(description="Longest sequence; 0 is the model's own.")
-    ] = 0
+    threads: Annotated[int, AtLeastZero, Meta(description="CPU threads of the engine; 0 shares the host.")] = 0
+    max_model_len: Annotated[int, AtLeastZero, Meta(description="Longest sequence; 0 is the model's own.")] = 0
     batch_invariant: Annotated[
         bool, Meta(description="Give a row the same bits whatever the batch (pads steps below 16 rows).")
     ] = True
@@ -40,9 +34,7 @@ class ModelConfig:
 class EngineConfig:
     """The pool and the step."""
 
-    kv_cache_memory: Annotated[
-        int, AtLeastZero, Meta(description="Pool size in bytes; 0 sizes it to the machine.")
-    ] = 0
+    kv_cache_memory: Annotated[int, AtLeastZero, Meta(description="Pool size in bytes; 0 sizes it to the machine.")] = 0
     block_size: Annotated[int, Meta(ge=1, le=256, description="Tokens a block.")] = 16
     prefix_cache: Annotated[bool, Meta(description="Reuse blocks of equal prefixes.")] = True
     max_running: Annotated[int, AtLeastOne, Meta(description="Sequences in one step.")] = 64
@@ -50,9 +42,7 @@ class EngineConfig:
     max_step_s: Annotated[
         float, Positive, Meta(description="A step that computes prompts aims to end within this.")
     ] = 0.5
-    max_waiting: Annotated[
-        int, AtLeastOne, Meta(description="Requests that may queue; beyond is refused.")
-    ] = 1024
+    max_waiting: Annotated[int, AtLeastOne, Meta(description="Requests that may queue; beyond is refused.")] = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +56,7 @@ class NodeConfig:
     coordinators: Annotated[tuple[str, ...], Meta(description="Endpoints of the coordinators.")] = (
         "tcp://127.0.0.1:7070",
     )
-    transport: Annotated[Literal["auto", "shm", "tcp", "ucx"], Meta(description="How KV blocks travel.")] = (
-        "auto"
-    )
+    transport: Annotated[Literal["auto", "shm", "tcp", "ucx"], Meta(description="How KV blocks travel.")] = "auto"
     parent_pipe: Annotated[int, Meta(description="Exit when this file descriptor closes; -1 never.")] = -1
 
 

@@ -55,7 +55,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
-class WireError(Part):
+class WireError(Part, frozen=True):
     code: ErrorCode
     message: str
     retry_after_s: float | None = None
@@ -83,7 +83,7 @@ class LayerKV(msgspec.Struct, frozen=True, array_like=True):
     v_head_dim: int
 
 
-class KVLayout(Part):
+class KVLayout(Part, frozen=True):
     """What the bytes of a block mean. Two pools exchange blocks only if their layouts are equal.
 
     A block is `[layer][k, v][kv head][token][head_dim]`, contiguous, layers in model order.
@@ -105,7 +105,7 @@ class KVLayout(Part):
         return self.block_elements * self.itemsize
 
 
-class Offer(Part):
+class Offer(Part, frozen=True):
     """How one transport's reader reaches the owner of a pool. `host` is the owner's boot id."""
 
     transport: str
@@ -113,7 +113,7 @@ class Offer(Part):
     host: str = ""
 
 
-class Sampling(Part):
+class Sampling(Part, frozen=True):
     """How tokens are drawn. Noise is keyed by (seed, position in the sequence), nothing else.
 
     `max_tokens` counts from the end of the prompt, also when a call carries tokens already delivered.
@@ -128,13 +128,13 @@ class Sampling(Part):
     stop_token_ids: tuple[int, ...] = ()
 
 
-class NodeAddress(Part):
+class NodeAddress(Part, frozen=True):
     node: NodeId
     incarnation: Incarnation
     address: str
 
 
-class NodeCard(Part):
+class NodeCard(Part, frozen=True):
     """What a node is; fixed for one incarnation."""
 
     node: NodeId
@@ -152,7 +152,7 @@ class NodeCard(Part):
     version: str = ""
 
 
-class NodeLoad(Part):
+class NodeLoad(Part, frozen=True):
     """What a node is doing. Progress is the age of the last finished step or idle probe."""
 
     num_waiting: int = 0
@@ -171,7 +171,7 @@ class NodeState(StrEnum):
     INCOMPATIBLE = "incompatible"
 
 
-class NodeView(Part):
+class NodeView(Part, frozen=True):
     card: NodeCard
     state: NodeState
     reason: str = ""
@@ -181,17 +181,17 @@ class NodeView(Part):
 # --- requests: what a caller may open ------------------------------------------------------------------
 
 
-class Register(Message):
+class Register(Message, frozen=True):
     """Node -> coordinator, held open for the node's life. Sends: Report. Items: Registered."""
 
     card: NodeCard
 
 
-class Watch(Message):
+class Watch(Message, frozen=True):
     """Gateway or CLI -> coordinator, held open. Items: View, at once and at every change."""
 
 
-class Route(Message):
+class Route(Message, frozen=True):
     """Gateway -> coordinator. One item, Routed; or an End with the refusal.
 
     `exclude` names incarnations that failed this request already.
@@ -202,7 +202,7 @@ class Route(Message):
     exclude: tuple[Incarnation, ...] = ()
 
 
-class Generate(Message):
+class Generate(Message, frozen=True):
     """Gateway -> decode node. Items: Tokens, the last one with `finish`; then the node Ends.
 
     `tokens` is the prompt followed by whatever was delivered by earlier attempts. Delivered tokens
@@ -218,7 +218,7 @@ class Generate(Message):
     prefill: NodeAddress | None = None
 
 
-class Prefill(Message):
+class Prefill(Message, frozen=True):
     """Decode node -> prefill node. Items: BlocksReady*, one PrefillDone. Sends: one Pulled.
 
     The node frees the blocks when the call ends, whoever ends it; it Ends after Pulled. A caller that
@@ -239,11 +239,11 @@ RequestBody = Register | Watch | Route | Generate | Prefill
 # --- what a caller sends into an open call --------------------------------------------------------------
 
 
-class Report(Message):
+class Report(Message, frozen=True):
     load: NodeLoad
 
 
-class Pulled(Message):
+class Pulled(Message, frozen=True):
     """Every block that was wanted has landed and was checked."""
 
 
@@ -252,17 +252,17 @@ SentBody = Report | Pulled
 # --- what a callee yields ----------------------------------------------------------------------------------
 
 
-class Registered(Message):
+class Registered(Message, frozen=True):
     """`reason` is set when the node does not fit the cluster: it is listed, never routed to."""
 
     reason: str = ""
 
 
-class View(Message):
+class View(Message, frozen=True):
     nodes: tuple[NodeView, ...] = ()
 
 
-class Routed(Message):
+class Routed(Message, frozen=True):
     """Where to send the request. `prefill` None means: compute the prompt at the decode node.
 
     `why` says which rule decided ("least-loaded", "no-prefill-node", ...), for headers and metrics.
@@ -273,7 +273,7 @@ class Routed(Message):
     why: str = ""
 
 
-class Tokens(Message):
+class Tokens(Message, frozen=True):
     """New tokens of one request. `phases` (last item only) are seconds by phase, summing to the call's life."""
 
     tokens: list[int]
@@ -282,7 +282,7 @@ class Tokens(Message):
     phases: dict[str, float] | None = None
 
 
-class BlocksReady(Message):
+class BlocksReady(Message, frozen=True):
     """Blocks `first .. first + len(refs)` of the sequence are finished in the pool of `owner`."""
 
     owner: Incarnation
@@ -290,7 +290,7 @@ class BlocksReady(Message):
     refs: tuple[BlockRef, ...]
 
 
-class PrefillDone(Message):
+class PrefillDone(Message, frozen=True):
     """The prompt is computed and `token` drawn; every block of it has been announced."""
 
     token: int
@@ -304,7 +304,7 @@ ItemBody = Registered | View | Routed | Tokens | BlocksReady | PrefillDone
 # --- frames: caller to callee ---------------------------------------------------------------------------------
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First on every link. `to` pins the incarnation meant; empty means whoever answers there."""
 
     version: int
@@ -313,19 +313,19 @@ class Hello(Message):
     to: Incarnation | None = None
 
 
-class Open(Message):
+class Open(Message, frozen=True):
     call: CallId
     body: RequestBody
     timeout_s: float | None = None
 
 
-class Send(Message):
+class Send(Message, frozen=True):
     call: CallId
     seq: int
     body: SentBody
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True):
     """Leaves a tombstone: an Open that comes later finds it and starts nothing."""
 
     call: CallId
@@ -334,30 +334,30 @@ class Cancel(Message):
 # --- frames: callee to caller ---------------------------------------------------------------------------------
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     node: NodeId
     incarnation: Incarnation
 
 
-class Refuse(Message):
+class Refuse(Message, frozen=True):
     """Answers a Hello that cannot be served; the link is then closed."""
 
     error: WireError
 
 
-class Accept(Message):
+class Accept(Message, frozen=True):
     """An Open arrived and a handler owns it. Sent once, never repeated."""
 
     call: CallId
 
 
-class ItemFrame(Message, tag="Item"):
+class ItemFrame(Message, frozen=True, tag="Item"):
     call: CallId
     seq: int
     body: ItemBody
 
 
-class End(Message):
+class End(Message, frozen=True):
     """The one terminal frame of a call. `seq` is the number of items sent; `error` None means done."""
 
     call: CallId
@@ -368,7 +368,7 @@ class End(Message):
 # --- frames: both ways --------------------------------------------------------------------------------------------
 
 
-class Beat(Message):
+class Beat(Message, frozen=True):
     """I live, and these are my open calls with the number of frames I sent in each.
 
     A receiver that misses one (links keep order) knows there is a hole; a call that only one side
