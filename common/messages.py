@@ -129,9 +129,12 @@ class Sampling(Part, frozen=True):
 
 
 class NodeAddress(Part, frozen=True):
+    """Where a node is called, and how its blocks are read."""
+
     node: NodeId
     incarnation: Incarnation
     address: str
+    offers: tuple[Offer, ...] = ()
 
 
 class NodeCard(Part, frozen=True):
@@ -222,7 +225,8 @@ class Prefill(Message, frozen=True):
     """Decode node -> prefill node. Items: BlocksReady*, one PrefillDone. Sends: one Pulled.
 
     The node frees the blocks when the call ends, whoever ends it; it Ends after Pulled. A caller that
-    needs no blocks (its request finished with the first token) sends Pulled at once.
+    needs no blocks (its request finished with the first token) sends Pulled at once. `tokens` may include
+    output that was delivered before: the node computes all of them and draws the next one.
     """
 
     request: RequestId

@@ -1,0 +1,47 @@
+"""What a node can take on: the one check that both roles make before anything is held."""
+
+from dataclasses import dataclass
+
+from common.errors import ContextLengthError, IncompatibleError, RequestError
+from common.messages import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Fixed for one incarnation. `num_blocks * block_size` tokens is all that can ever be in the pool."""
+
+    model_digest: str
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+
+    def check(self, *, model_digest: str, tokens: list[int], num_prompt_tokens: int, sampling: Sampling) -> None:
+        """Raise the RequestError (or IncompatibleError) that names what is wrong with a request.
+
+        The longest sequence that a request can become must fit the pool alone, so that every admitted
+        request is able to finish.
+        """
+        if model_digest != self.model_digest:
+            raise IncompatibleError(f"the call is for model {model_digest}, this node serves {self.model_digest}")
+        if not tokens or not 0 < num_prompt_tokens <= len(tokens):
+            raise RequestError("the prompt must hold at least one token")
+        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
+            wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
+            raise RequestError(f"token id {wrong} is outside the vocabulary of {self.vocab_size}")
+        if sampling.max_tokens < 1 or sampling.temperature < 0 or sampling.top_k < 0 or not 0 < sampling.top_p <= 1:
+            raise RequestError("sampling needs max_tokens >= 1, temperature >= 0, top_k >= 0 and 0 < top_p <= 1")
+        if len(tokens) - num_prompt_tokens >= sampling.max_tokens:
+            raise RequestError("every token that was asked for is already delivered")
+        if len(tokens) >= self.max_model_len:
+            raise ContextLengthError(
+                f"the prompt has {len(tokens)} tokens; this model takes at most {self.max_model_len - 1} "
+                f"(context of {self.max_model_len}, one left for the answer)"
+            )
+        longest = min(num_prompt_tokens + sampling.max_tokens, self.max_model_len)
+        # The last token drawn never has its KV computed.
+        if longest - 1 > self.num_blocks * self.block_size:
+            raise ContextLengthError(
+                f"prompt and answer may reach {longest} tokens, the KV cache of this node holds "
+                f"{self.num_blocks * self.block_size}; ask for fewer tokens"
+            )

@@ -1,0 +1,114 @@
+"""One Prefill call as the prefill node sees it. Pure: events in, commands out.
+
+    COMPUTING --stopped--> HOLDING --Pulled--> ENDED
+        |                     |
+        +---- Cancelled, EngineFailed --------> ENDED
+
+1. The engine computes the prompt in chunks and draws one token; each chunk's finished blocks are
+   announced at once (`BlocksReady`), the token last (`PrefillDone`).
+2. From then on the blocks are the reader's: they stay until it says Pulled or its call ends.
+3. Whatever ends the call, exactly one Release reaches the engine and exactly one End the caller.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from common.engine.events import Admit, Failed, Release
+from common.engine.request import EngineRequest, Progress
+from common.errors import InternalError, InvalidTransition
+from common.messages import BlocksReady, Incarnation, Prefill, PrefillDone, Pulled, WireError
+
+
+class State(StrEnum):
+    COMPUTING = "computing"
+    HOLDING = "holding"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The call is over for its caller: cancelled, lost, or out of time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    item: BlocksReady | PrefillDone
+
+
+@dataclass(frozen=True, slots=True)
+class EndCall:
+    error: WireError | None = None
+
+
+Event = Progress | Failed | Pulled | Cancelled
+Command = Admit | Release | Emit | EndCall
+
+_MOVES: dict[State, frozenset[State]] = {
+    State.COMPUTING: frozenset({State.HOLDING, State.ENDED}),
+    State.HOLDING: frozenset({State.ENDED}),
+    State.ENDED: frozenset(),
+}
+
+
+class PrefillCall:
+    """The life of one Prefill call; `history` is its account of time."""
+
+    def __init__(self, body: Prefill, *, incarnation: Incarnation, now_s: float) -> None:
+        self._body = body
+        self._incarnation = incarnation
+        self.state = State.COMPUTING
+        self.history: list[tuple[State, float]] = [(State.COMPUTING, now_s)]
+
+    def begin(self) -> list[Command]:
+        body = self._body
+        request = EngineRequest(
+            id=body.request,
+            tokens=list(body.tokens),
+            num_prompt_tokens=body.num_prompt_tokens,
+            sampling=body.sampling,
+            stop_after_first=True,
+            keep_blocks=True,
+        )
+        return [Admit(request)]
+
+    def handle(self, event: Event, *, now_s: float) -> list[Command]:
+        if self.state is State.ENDED:
+            return []  # late news: the call has ended, everything it held is released
+        match event:
+            case Progress():
+                return self._progressed(event, now_s)
+            case Failed(message=message):
+                return self._end(now_s, WireError.of(InternalError(message)))
+            case Pulled():
+                return self._end(now_s)
+            case Cancelled():
+                return self._end(now_s)
+
+    def _progressed(self, event: Progress, now_s: float) -> list[Command]:
+        commands: list[Command] = []
+        if event.ready:
+            commands.append(Emit(BlocksReady(owner=self._incarnation, first=event.first_ready, refs=event.ready)))
+        if event.stopped:
+            assert event.token is not None, "a prefill request stops with its first token"
+            self._move(State.HOLDING, now_s)
+            commands.append(
+                Emit(
+                    PrefillDone(
+                        token=event.token,
+                        finish=event.finish,
+                        cached_tokens=event.num_cached,
+                        phases={"compute": now_s - self.history[0][1]},
+                    )
+                )
+            )
+        return commands
+
+    def _end(self, now_s: float, error: WireError | None = None) -> list[Command]:
+        self._move(State.ENDED, now_s)
+        return [Release(self._body.request), EndCall(error)]
+
+    def _move(self, to: State, now_s: float) -> None:
+        if to not in _MOVES[self.state]:
+            raise InvalidTransition(f"prefill call {self.state} -> {to}; history {self.history}")
+        self.state = to
+        self.history.append((to, now_s))
