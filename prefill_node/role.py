@@ -16,7 +16,7 @@ from enum import StrEnum
 from common.engine.events import Admit, Failed, Release
 from common.engine.request import EngineRequest, Progress
 from common.errors import InternalError, InvalidTransition
-from common.messages import BlocksReady, Incarnation, Prefill, PrefillDone, Pulled, WireError
+from common.messages import BlocksReady, Incarnation, Prefill, PrefillDone, Pulled, RequestId, WireError
 
 
 class State(StrEnum):
@@ -53,8 +53,9 @@ _MOVES: dict[State, frozenset[State]] = {
 class PrefillCall:
     """The life of one Prefill call; `history` is its account of time."""
 
-    def __init__(self, body: Prefill, *, incarnation: Incarnation, now_s: float) -> None:
+    def __init__(self, body: Prefill, *, id: RequestId, incarnation: Incarnation, now_s: float) -> None:
         self._body = body
+        self._id = id  # unique in this engine; the request's own id may come twice (another attempt)
         self._incarnation = incarnation
         self.state = State.COMPUTING
         self.history: list[tuple[State, float]] = [(State.COMPUTING, now_s)]
@@ -62,7 +63,7 @@ class PrefillCall:
     def begin(self) -> list[Command]:
         body = self._body
         request = EngineRequest(
-            id=body.request,
+            id=self._id,
             tokens=list(body.tokens),
             num_prompt_tokens=body.num_prompt_tokens,
             sampling=body.sampling,
@@ -105,7 +106,7 @@ class PrefillCall:
 
     def _end(self, now_s: float, error: WireError | None = None) -> list[Command]:
         self._move(State.ENDED, now_s)
-        return [Release(self._body.request), EndCall(error)]
+        return [Release(self._id), EndCall(error)]
 
     def _move(self, to: State, now_s: float) -> None:
         if to not in _MOVES[self.state]:

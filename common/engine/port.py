@@ -1,0 +1,62 @@
+"""The event loop's side of an engine: each event goes to whoever owns its request."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import assert_never
+
+from common.engine.events import Event, Failed, Reserved, Starved, Stepped
+from common.engine.request import Progress
+from common.messages import RequestId
+
+log = logging.getLogger(__name__)
+
+Listener = Callable[[Reserved | Progress | Failed], None]
+
+
+class EnginePort:
+    """`deliver` is the engine's; everything else belongs to the loop that made the port."""
+
+    def __init__(self, *, on_starved: Callable[[], None] = lambda: None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_starved = on_starved
+        self._listeners: dict[RequestId, Listener] = {}
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        """Called on the engine thread; wakes the loop once per step."""
+        try:
+            self._loop.call_soon_threadsafe(self._dispatch, events)
+        except RuntimeError:  # the loop is closed: nobody is left to listen
+            log.debug("engine events after the loop closed", extra={"count": len(events)})
+
+    @contextmanager
+    def listen(self, request: RequestId, listener: Listener) -> Iterator[None]:
+        assert request not in self._listeners
+        self._listeners[request] = listener
+        try:
+            yield
+        finally:
+            del self._listeners[request]
+
+    def _dispatch(self, events: Sequence[Event]) -> None:
+        for event in events:
+            match event:
+                case Stepped(progress=progress):
+                    for one in progress:
+                        self._tell(one)
+                case Reserved() | Failed():
+                    self._tell(event)
+                case Starved():
+                    self._on_starved()
+                case _:
+                    assert_never(event)
+
+    def _tell(self, event: Reserved | Progress | Failed) -> None:
+        listener = self._listeners.get(event.request)
+        if listener is None:
+            return  # released while the step ran
+        try:
+            listener(event)
+        except Exception:  # one request's bug must not silence the others
+            log.exception("a request's listener failed", extra={"request": event.request})

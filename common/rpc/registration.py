@@ -1,0 +1,51 @@
+"""A node's standing with a coordinator: one Register call, held open and made again for as long as the node lives."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+
+from common.errors import BatonError
+from common.messages import NodeCard, NodeLoad, Register, Registered, Report
+from common.rpc.base import Client, OutgoingCall
+
+log = logging.getLogger(__name__)
+
+_FIRST_RETRY_S = 0.2
+_LAST_RETRY_S = 2.0
+
+
+async def stay_registered(
+    client: Client, coordinator: str, card: NodeCard, load: Callable[[], NodeLoad], *, report_s: float = 0.5
+) -> None:
+    """Runs until cancelled. A coordinator that is away is asked again and again; it learns all anew each time."""
+    retry_s = _FIRST_RETRY_S
+    while True:
+        try:
+            async with client.open(coordinator, Register(card)) as call:
+                retry_s = _FIRST_RETRY_S
+                await _report_while_open(call, load, report_s)
+        except BatonError as error:
+            log.info("coordinator away", extra={"coordinator": coordinator, "error": str(error), "retry_s": retry_s})
+        await asyncio.sleep(retry_s)
+        retry_s = min(retry_s * 2, _LAST_RETRY_S)
+
+
+async def _report_while_open(call: OutgoingCall, load: Callable[[], NodeLoad], report_s: float) -> None:
+    async def report() -> None:
+        while True:
+            call.send(Report(load()))
+            await asyncio.sleep(report_s)
+
+    reporter = asyncio.create_task(report())
+    try:
+        async for item in call:
+            assert isinstance(item, Registered)
+            if item.reason:
+                log.warning("not routed to", extra={"coordinator": call.peer, "reason": item.reason})
+            else:
+                log.info("registered", extra={"coordinator": call.peer})
+    finally:
+        reporter.cancel()
+        with suppress(asyncio.CancelledError):
+            await reporter
