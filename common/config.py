@@ -12,6 +12,8 @@ from msgspec import Meta
 Positive = Meta(gt=0)
 AtLeastOne = Meta(ge=1)
 AtLeastZero = Meta(ge=0)
+Size = Meta(extra={"unit": "bytes"})
+"""Marks a number of bytes: text such as "512MiB" or "2GB" is accepted for it (`common.settings`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,9 @@ class ModelConfig:
 class EngineConfig:
     """The pool and the step."""
 
-    kv_cache_memory: Annotated[int, AtLeastZero, Meta(description="Pool size in bytes; 0 sizes it to the machine.")] = 0
+    kv_cache_memory: Annotated[
+        int, AtLeastZero, Size, Meta(description="Size of the KV pool; 0 sizes it to the machine.")
+    ] = 0
     block_size: Annotated[int, Meta(ge=1, le=256, description="Tokens a block.")] = 16
     prefix_cache: Annotated[bool, Meta(description="Reuse blocks of equal prefixes.")] = True
     max_running: Annotated[int, AtLeastOne, Meta(description="Sequences in one step.")] = 64
@@ -79,7 +83,7 @@ class GatewayConfig:
     coordinators: Annotated[tuple[str, ...], Meta(description="Endpoints of the coordinators.")] = (
         "tcp://127.0.0.1:7070",
     )
-    max_body_bytes: Annotated[int, AtLeastOne, Meta(description="Largest request body.")] = 8 << 20
+    max_body_bytes: Annotated[int, AtLeastOne, Size, Meta(description="Largest request body.")] = 8 << 20
     request_timeout_s: Annotated[float, Positive, Meta(description="Deadline of a request.")] = 600.0
     max_attempts: Annotated[int, AtLeastOne, Meta(description="Nodes tried before a request fails.")] = 3
     parent_pipe: Annotated[int, Meta(description="Exit when this file descriptor closes; -1 never.")] = -1
