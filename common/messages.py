@@ -42,7 +42,7 @@ class Part(msgspec.Struct, frozen=True, omit_defaults=True):
     """A piece of a message."""
 
 
-# --- pieces ------------------------------------------------------------------------------------------
+# --- pieces ----------------------------------------------------------------------------------------
 
 
 class Role(StrEnum):
@@ -181,7 +181,7 @@ class NodeView(Part, frozen=True):
     load: NodeLoad = NodeLoad()
 
 
-# --- requests: what a caller may open ------------------------------------------------------------------
+# --- requests: what a caller may open --------------------------------------------------------------
 
 
 class Register(Message, frozen=True):
@@ -240,7 +240,7 @@ class Prefill(Message, frozen=True):
 
 RequestBody = Register | Watch | Route | Generate | Prefill
 
-# --- what a caller sends into an open call --------------------------------------------------------------
+# --- what a caller sends into an open call ---------------------------------------------------------
 
 
 class Report(Message, frozen=True):
@@ -253,7 +253,7 @@ class Pulled(Message, frozen=True):
 
 SentBody = Report | Pulled
 
-# --- what a callee yields ----------------------------------------------------------------------------------
+# --- what a callee yields --------------------------------------------------------------------------
 
 
 class Registered(Message, frozen=True):
@@ -305,7 +305,7 @@ class PrefillDone(Message, frozen=True):
 
 ItemBody = Registered | View | Routed | Tokens | BlocksReady | PrefillDone
 
-# --- frames: caller to callee ---------------------------------------------------------------------------------
+# --- frames: caller to callee ----------------------------------------------------------------------
 
 
 class Hello(Message, frozen=True):
@@ -335,7 +335,7 @@ class Cancel(Message, frozen=True):
     call: CallId
 
 
-# --- frames: callee to caller ---------------------------------------------------------------------------------
+# --- frames: callee to caller ----------------------------------------------------------------------
 
 
 class Welcome(Message, frozen=True):
@@ -369,7 +369,7 @@ class End(Message, frozen=True):
     error: WireError | None = None
 
 
-# --- frames: both ways --------------------------------------------------------------------------------------------
+# --- frames: both ways -----------------------------------------------------------------------------
 
 
 class Beat(Message, frozen=True):
@@ -385,21 +385,9 @@ class Beat(Message, frozen=True):
 CallerFrame = Hello | Open | Send | Cancel | Beat
 CalleeFrame = Welcome | Refuse | Accept | ItemFrame | End | Beat
 
-_encoder = msgspec.msgpack.Encoder()
-_caller_decoder = msgspec.msgpack.Decoder(list[CallerFrame])
-_callee_decoder = msgspec.msgpack.Decoder(list[CalleeFrame])
-
-
-def encode(frames: list[CallerFrame] | list[CalleeFrame]) -> bytes:
-    """One wire message: every frame that one flush has for one peer."""
-    return _encoder.encode(frames)
-
-
-def decode_from_caller(payload: bytes | memoryview) -> list[CallerFrame]:
-    """Raises msgspec.DecodeError (also for a frame of the other direction)."""
-    return _caller_decoder.decode(payload)
-
-
-def decode_from_callee(payload: bytes | memoryview) -> list[CalleeFrame]:
-    """Raises msgspec.DecodeError (also for a frame of the other direction)."""
-    return _callee_decoder.decode(payload)
+encode = msgspec.msgpack.Encoder().encode
+"""One wire message: a list of every frame that one flush has for one peer."""
+decode_from_caller = msgspec.msgpack.Decoder(list[CallerFrame]).decode
+"""Raises msgspec.DecodeError, also for a frame of the other direction."""
+decode_from_callee = msgspec.msgpack.Decoder(list[CalleeFrame]).decode
+"""Raises msgspec.DecodeError, also for a frame of the other direction."""

@@ -1,0 +1,176 @@
+"""What both kinds of node share: an engine, its pool served to readers, calls, and a place in the cluster.
+
+A node adds its role: the handlers of the calls that it answers. Order matters at both ends: nothing is
+announced before it works, and nothing is torn down that a running call still uses.
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from importlib.metadata import PackageNotFoundError, version
+from typing import Protocol, Self
+
+from common.clock import Clock, SystemClock, new_id
+from common.config import NodeConfig
+from common.engine.events import Probe
+from common.engine.limits import Limits
+from common.engine.loop import Engine
+from common.engine.port import EnginePort
+from common.kv_cache.memory import PoolMemory
+from common.messages import (
+    Incarnation,
+    NodeCard,
+    NodeId,
+    NodeLoad,
+    Offer,
+    RequestBody,
+    RequestId,
+    Role,
+)
+from common.model.base import Runner
+from common.rpc.base import Client, Handler, Network, Server
+from common.rpc.registration import stay_registered
+
+log = logging.getLogger(__name__)
+
+
+class Closing(Protocol):
+    async def close(self) -> None: ...
+
+
+ServeBlocks = Callable[[PoolMemory, str], Awaitable[Sequence[tuple[Offer, Closing]]]]
+"""Starts the block servers of a pool for the wanted transport (`kv_transfer.choose.serve_all`)."""
+
+
+class NodeHost:
+    """Owns everything a node runs. `async with` starts it, without a role; `join` opens it to calls."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        role: Role,
+        *,
+        runner: Runner,
+        memory: PoolMemory,
+        network: Network,
+        serve_blocks: ServeBlocks,
+        clock: Clock | None = None,
+        report_s: float = 0.5,
+    ) -> None:
+        self.config = config
+        self.role = role
+        self.incarnation: Incarnation = memory.incarnation
+        self.name = NodeId(config.name or f"{role}-{memory.incarnation[:6]}")
+        self.runner = runner
+        self.memory = memory
+        self.clock: Clock = clock or SystemClock()
+        self.limits = Limits(
+            model_digest=runner.model_digest,
+            max_model_len=runner.max_model_len,
+            vocab_size=runner.vocab_size,
+            num_blocks=memory.num_blocks,
+            block_size=memory.layout.block_size,
+        )
+        self.on_starved: Callable[[], None] = lambda: None
+        self._network = network
+        self._serve_blocks = serve_blocks
+        self._report_s = report_s
+        self._numbers = itertools.count()
+        self._resources = AsyncExitStack()
+        self._server: Server | None = None
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self._resources.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._resources.aclose()
+
+    async def _start(self) -> None:
+        self.port = EnginePort(on_starved=lambda: self.on_starved())
+        self.engine = Engine(
+            runner=self.runner,
+            generations=self.memory.generations,
+            config=self.config.engine,
+            deliver=self.port.deliver,
+            clock=self.clock,
+            # A prefill node's announced blocks are promised: it takes a prompt whole and never pre-empts.
+            admit_whole=self.role is Role.PREFILL,
+        )
+        self.engine.start()
+        self._resources.push_async_callback(asyncio.to_thread, self.engine.stop)
+        self._offers: list[Offer] = []
+        for offer, server in await self._serve_blocks(self.memory, self.config.transport):
+            self._offers.append(offer)
+            self._resources.push_async_callback(server.close)
+        self.client: Client = self._network.client(node=self.name, incarnation=self.incarnation)
+        self._resources.push_async_callback(self.client.close)
+
+    async def join(self, handlers: Mapping[type[RequestBody], Handler]) -> NodeCard:
+        """Answer calls and stay registered with every coordinator until the host is left."""
+        server = await self._network.serve(self.config.listen, handlers, node=self.name, incarnation=self.incarnation)
+        self._server = server
+        self._resources.push_async_callback(server.close)
+        card = NodeCard(
+            node=self.name,
+            incarnation=self.incarnation,
+            role=self.role,
+            address=server.address,
+            model=self.config.model.served_name or self.config.model.model,
+            model_digest=self.runner.model_digest,
+            layout=self.memory.layout,
+            max_model_len=self.runner.max_model_len,
+            num_blocks=self.memory.num_blocks,
+            offers=tuple(self._offers),
+            host=os.uname().nodename,
+            pid=os.getpid(),
+            version=_version(),
+        )
+        for coordinator in self.config.coordinators:
+            standing = asyncio.create_task(
+                stay_registered(self.client, coordinator, card, self.load, report_s=self._report_s)
+            )
+            self._resources.push_async_callback(_ended, standing)
+        log.info("serving", extra={"node": self.name, "role": self.role, "address": server.address})
+        return card
+
+    def engine_id(self) -> RequestId:
+        """An id for one call's request in this engine."""
+        return RequestId(f"{next(self._numbers)}")
+
+    def load(self) -> NodeLoad:
+        self.engine.post(Probe())
+        stats = self.engine.stats()
+        return NodeLoad(
+            num_waiting=stats.num_waiting,
+            num_running=stats.num_running,
+            num_waiting_tokens=stats.num_waiting_tokens,
+            free_blocks=stats.free_blocks,
+            leased_blocks=stats.leased_blocks,
+            num_calls=self._server.num_calls if self._server else 0,
+            progress_age_s=max(0.0, self.clock.now_s() - stats.last_progress_s),
+            tokens_per_s=stats.tokens_per_s,
+        )
+
+
+def new_incarnation() -> Incarnation:
+    return Incarnation(new_id())
+
+
+def _version() -> str:
+    try:
+        return version("baton")
+    except PackageNotFoundError:
+        return "source"
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])

@@ -1,0 +1,87 @@
+"""The prefill node's shell: one handler, thin around `role.PrefillCall`."""
+
+import asyncio
+from contextlib import suppress
+from typing import assert_never
+
+from common.engine.events import Admit, Failed, Release, Reserved
+from common.engine.request import Progress
+from common.errors import BatonError, IncompatibleError
+from common.messages import Prefill, Pulled
+from common.node import NodeHost
+from common.rpc.base import IncomingCall
+from kv_transfer.layout import mismatch
+from prefill_node.role import Cancelled, Command, Emit, EndCall, Event, PrefillCall
+
+
+class PrefillNode:
+    """Answers Prefill calls on a started host."""
+
+    def __init__(self, host: NodeHost) -> None:
+        self._host = host
+
+    async def join(self) -> None:
+        await self._host.join({Prefill: self._prefill})
+
+    async def _prefill(self, call: IncomingCall) -> None:
+        body = call.body
+        assert isinstance(body, Prefill)
+        host = self._host
+        if reason := mismatch(host.memory.layout, body.layout):
+            raise IncompatibleError(f"{host.name} cannot hand its blocks over: {reason}")
+        host.limits.check(
+            model_digest=body.model_digest,
+            tokens=body.tokens,
+            num_prompt_tokens=body.num_prompt_tokens,
+            sampling=body.sampling,
+        )
+        await _PrefillShell(host, call, body).run()
+
+
+class _PrefillShell:
+    """Carries out what one call's role commands."""
+
+    def __init__(self, host: NodeHost, call: IncomingCall, body: Prefill) -> None:
+        self._host = host
+        self._call = call
+        self._id = host.engine_id()
+        self._role = PrefillCall(body, id=self._id, incarnation=host.incarnation, now_s=host.clock.now_s())
+        self._ended: asyncio.Future[BatonError | None] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> None:
+        with self._host.port.listen(self._id, self._on_engine):
+            receiver = asyncio.create_task(self._receive())
+            try:
+                self._obey(self._role.begin())
+                if error := await self._ended:
+                    raise error
+            finally:
+                self._feed(Cancelled())
+                receiver.cancel()
+                with suppress(asyncio.CancelledError):
+                    await receiver
+
+    def _on_engine(self, event: Reserved | Progress | Failed) -> None:
+        assert not isinstance(event, Reserved), "a prefill call reserves nothing"
+        self._feed(event)
+
+    async def _receive(self) -> None:
+        async for sent in self._call:
+            if isinstance(sent, Pulled):
+                self._feed(sent)
+
+    def _feed(self, event: Event) -> None:
+        self._obey(self._role.handle(event, now_s=self._host.clock.now_s()))
+
+    def _obey(self, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case Admit() | Release():
+                    self._host.engine.post(command)
+                case Emit(item=item):
+                    self._call.send(item)
+                case EndCall(error=error):
+                    if not self._ended.done():
+                        self._ended.set_result(error.exception() if error else None)
+                case _:
+                    assert_never(command)
