@@ -38,7 +38,12 @@ class Release:
     request: RequestId
 
 
-Command = Reserve | Admit | Release
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Wake an idle engine so that it shows it lives: `EngineStats.last_progress_s` moves. No other answer."""
+
+
+Command = Reserve | Admit | Release | Probe
 
 # --- engine to shell ---------------------------------------------------------------------------------
 
@@ -69,7 +74,37 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Starved:
-    """A running request cannot grow while leases hold the rest of the pool: give a reservation back."""
+    """No running request can grow while leases hold the rest of the pool: give a reservation back.
+
+    Said once, and again if it still holds after a lease or reservation has ended.
+    """
 
 
 Event = Reserved | Stepped | Failed | Starved
+
+# --- read by the shell at any time --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine as its thread last left it. Counts from `num_steps` on only grow.
+
+    `num_waiting` are requests and reservations without a place, `num_waiting_tokens` what is still to be computed
+    for all that are scheduled. `free_blocks` includes evictable ones. `tokens_per_s` are tokens computed per
+    second of recent step time, prompt and output alike. `last_progress_s` is the clock's time at the end of the
+    last good step or at the last idle moment.
+    """
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_waiting_tokens: int = 0
+    free_blocks: int = 0
+    leased_blocks: int = 0
+    tokens_per_s: float = 0.0
+    last_progress_s: float = 0.0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_generated_tokens: int = 0
+    num_computed_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_failed: int = 0

@@ -35,6 +35,10 @@ class EngineRequest:
     num_computed: int = 0
     num_cached: int = 0
     num_preemptions: int = 0
+    num_announced: int = 0
+    """With `keep_blocks`: blocks named to the reader so far."""
+    arrival: int = 0
+    """Place in the one order in which requests and reservations get blocks; set by the scheduler."""
     status: Status = Status.WAITING
 
     @property
@@ -86,4 +90,5 @@ class Progress:
     """True when the request has left the scheduler (finished, or `stop_after_first`)."""
     first_ready: int = 0
     ready: tuple[BlockRef, ...] = ()
-    """With `keep_blocks`: blocks whose KV this step completed, from block index `first_ready` on."""
+    """With `keep_blocks`: blocks whose KV is complete since the last progress, from block index `first_ready`
+    on. The first time that includes the cached prefix, the last time a block that is only partly filled."""
