@@ -1,0 +1,62 @@
+# Two commands:
+#   make up     start a cluster that answers on http://127.0.0.1:8000
+#   make test   check everything: lint, types, import rules, fast tests, real processes
+#
+# Both make .venv first (about 1.2 GB on disk) and need python3 >= 3.11 with venv, make and, for the fast
+# kernels, gcc and g++.
+#
+#   make up PORT=8001 PREFILL=2 DECODE=2 MODEL=path-or-id TRANSPORT=tcp ARGS="more flags of baton up"
+#   make up TORCH_INDEX=<index of torch's CPU wheels>      on plain PyPI torch is a CUDA build of several GB
+#   make up PYTHON=/usr/bin/python3.12
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help up test test-all lint format bench clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+export TORCH_INDEX PYTHON
+
+UP_FLAGS = $(if $(PORT),--port '$(PORT)') $(if $(PREFILL),--prefill '$(PREFILL)') $(if $(DECODE),--decode '$(DECODE)') \
+	$(if $(MODEL),--model '$(MODEL)') $(if $(TRANSPORT),--transport '$(TRANSPORT)') $(ARGS)
+
+help:
+	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
+
+# `exec`: signals that make passes on reach baton itself. It ends with 0 when it was asked to stop, so that
+# Ctrl-C leaves no "Error" line behind.
+up: $(VENV)/.runtime
+	@exec $(BIN)/baton up $(UP_FLAGS)
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest tests/process -m "process and not slow"
+
+test-all: lint
+	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest tests/process
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m tests.benchmarks $(ARGS)
+
+# Everything that was made here, the converted demo model and the logs included.
+clean:
+	rm -rf $(VENV) .baton build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Each stamp is as new as the last install that pyproject.toml asked for; the developers' set includes the users'.
+$(VENV)/.runtime: pyproject.toml deploy/venv.sh
+	@sh deploy/venv.sh runtime
+
+$(VENV)/.dev: pyproject.toml deploy/venv.sh
+	@sh deploy/venv.sh dev
