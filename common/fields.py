@@ -72,7 +72,7 @@ class Given:
 def settings_of(kind: type[Any]) -> tuple[Setting, ...]:
     """Every field of a config class, those of its sections included, in the order they are written."""
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__.removesuffix("Config"))
-    return tuple(_walk(kind, prefix="", section=name))
+    return tuple(_walk(kind, prefix="", section=name, default=dataclasses.MISSING))
 
 
 def parse_size(text: str) -> int:
@@ -105,14 +105,15 @@ def suggest(name: str, known: tuple[str, ...]) -> str:
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
 
 
-def _walk(kind: type[Any], *, prefix: str, section: str) -> Iterator[Setting]:
+def _walk(kind: type[Any], *, prefix: str, section: str, default: Any) -> Iterator[Setting]:
+    """`default` is the instance that stands in for the whole class, if it is a section that has one."""
     hints = get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint):
             assert isinstance(hint, type)
             path = f"{prefix}{field.name}"
-            yield from _walk(hint, prefix=f"{path}.", section=path.replace(".", "_"))
+            yield from _walk(hint, prefix=f"{path}.", section=path.replace(".", "_"), default=field.default)
             continue
         bare, *metas = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         yield Setting(
@@ -121,7 +122,7 @@ def _walk(kind: type[Any], *, prefix: str, section: str) -> Iterator[Setting]:
             annotation=hint,
             type=bare,
             constraints=tuple(meta for meta in metas if isinstance(meta, msgspec.Meta)),
-            default=field.default,
+            default=field.default if default is dataclasses.MISSING else getattr(default, field.name),
         )
 
 

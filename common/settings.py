@@ -55,20 +55,20 @@ def load(
                 f"{setting.key} is not set; give {setting.flag}, {setting.env} or {setting.key} in the settings file "
                 f"({setting.description.rstrip('.')})"
             )
-    built: T = _build(kind, values, prefix="")
+    built: T = _build(kind, values, prefix="", default=dataclasses.MISSING)
     return built
 
 
-def _build(kind: type[Any], values: Mapping[str, Any], *, prefix: str) -> Any:
+def _build(kind: type[Any], values: Mapping[str, Any], *, prefix: str, default: Any) -> Any:
     hints = get_type_hints(kind)
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         key = prefix + field.name
         if dataclasses.is_dataclass(hints[field.name]):
-            fields[field.name] = _build(hints[field.name], values, prefix=f"{key}.")
+            fields[field.name] = _build(hints[field.name], values, prefix=f"{key}.", default=field.default)
         elif key in values:
             fields[field.name] = values[key]
-    return kind(**fields)
+    return kind(**fields) if default is dataclasses.MISSING else dataclasses.replace(default, **fields)
 
 
 def _from_file(file: Path, settings: Mapping[str, Setting]) -> dict[str, Given]:
