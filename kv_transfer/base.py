@@ -54,7 +54,9 @@ class Transport(Protocol):
 
     name: str
 
-    def serve(self, pool: PoolMemory) -> BlockServer: ...
+    def serve(self, pool: PoolMemory, *, listen_host: str = "127.0.0.1") -> BlockServer:
+        """A server of `pool`, not yet started. `listen_host` is this machine's address that readers can reach."""
+        ...
 
     def reader(self, offer: Offer, *, owner: Incarnation, pool: PoolMemory) -> BlockReader:
         """A reader of the pool of `owner` into the local `pool`; not yet open."""
