@@ -1,0 +1,116 @@
+"""How every Baton process lives and ends.
+
+1. One event loop (uvloop) runs one main coroutine; when that returns the process exits with 0.
+2. SIGINT or SIGTERM cancels the coroutine, which cleans up; exit 0. A second signal exits at once.
+3. `parent_pipe` is the reading end of a pipe that the parent holds open for as long as it lives: when the
+   pipe closes the parent is gone, however it ended, and the process ends as by a signal.
+4. A process that has not gone `GRACE_S` after it was told to is stuck: it prints its stacks and exits with 1.
+5. A ConfigError is the operator's to mend: one line on stderr, exit 2. Anything else is our bug: a traceback, exit 1.
+"""
+
+import asyncio
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Coroutine
+from types import FrameType
+from typing import Any
+
+from common import telemetry
+from common.errors import ConfigError
+
+GRACE_S = 10.0
+# Half the wake-up delay of the event loop beside a busy engine thread (Python's own is 5 ms).
+_SWITCH_INTERVAL_S = 0.0005
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+log = telemetry.logger(__name__)
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]], *, parent_pipe: int = -1) -> int:
+    """Run the coroutine that `main` makes; returns the exit code. The last thing a process does.
+
+    `main` itself is called before there is a loop, so it is the place for slow imports.
+    """
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    for number in _SIGNALS:
+        signal.signal(number, _leave_at_once)
+    try:
+        import uvloop  # 10 ms that a command which only prints its help need not pay
+
+        coroutine = main()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_supervise(coroutine, parent_pipe))
+    except Exception as error:
+        settings_error = _config_error(error)
+        if settings_error is None:
+            traceback.print_exc()
+            return 1
+        print(f"baton: {settings_error.message}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _config_error(error: BaseException) -> ConfigError | None:
+    """The ConfigError that this error is, or holds if it comes out of a task group."""
+    if isinstance(error, BaseExceptionGroup):
+        return next((found for inner in error.exceptions if (found := _config_error(inner))), None)
+    return error if isinstance(error, ConfigError) else None
+
+
+def _leave_at_once(number: int, frame: FrameType | None) -> None:
+    """While nothing is there to clean up yet (slow imports, mostly)."""
+    os._exit(0)
+
+
+async def _supervise(coroutine: Coroutine[Any, Any, None], parent_pipe: int) -> None:
+    loop = asyncio.get_running_loop()
+    main = loop.create_task(coroutine, name="main")
+    stopping = False
+
+    def stop(reason: str) -> None:
+        nonlocal stopping
+        if stopping:
+            return
+        stopping = True
+        log.info("stopping", reason=reason)
+        # Its own thread, without the interpreter's lock: works also when the event loop is what is stuck.
+        faulthandler.dump_traceback_later(GRACE_S, exit=True)
+        main.cancel()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stopping:
+            os._exit(128 + number)
+        stop(number.name)
+
+    def on_parent_pipe() -> None:
+        with contextlib.suppress(BlockingIOError):
+            if os.read(parent_pipe, 4096) == b"":
+                loop.remove_reader(parent_pipe)
+                stop("parent gone")
+
+    for number in _SIGNALS:
+        # Also where SIGINT was ignored from the start, as a shell does for its background jobs.
+        loop.add_signal_handler(number, on_signal, number)
+    if parent_pipe >= 0:
+        _watch(loop, parent_pipe, on_parent_pipe)
+    try:
+        await main
+    except asyncio.CancelledError:
+        if not stopping:
+            raise
+    finally:
+        if parent_pipe >= 0:
+            loop.remove_reader(parent_pipe)
+
+
+def _watch(loop: asyncio.AbstractEventLoop, fd: int, on_readable: Callable[[], None]) -> None:
+    try:
+        os.set_blocking(fd, False)
+        os.set_inheritable(fd, False)
+        loop.add_reader(fd, on_readable)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"parent_pipe = {fd}: expected an open pipe, -1 for none ({error})") from error
