@@ -6,13 +6,13 @@ announced before it works, and nothing is torn down that a running call still us
 
 import asyncio
 import itertools
-import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol, Self
 
+from common import telemetry
 from common.clock import Clock, SystemClock, new_id
 from common.config import NodeConfig
 from common.engine.events import Probe
@@ -34,7 +34,7 @@ from common.model.base import Runner
 from common.rpc.base import Client, Handler, Network, Server
 from common.rpc.registration import stay_registered
 
-log = logging.getLogger(__name__)
+log = telemetry.logger(__name__)
 
 
 class Closing(Protocol):
@@ -138,7 +138,7 @@ class NodeHost:
                 stay_registered(self.client, coordinator, card, self.load, report_s=self._report_s)
             )
             self._resources.push_async_callback(_ended, standing)
-        log.info("serving", extra={"node": self.name, "role": self.role, "address": server.address})
+        log.info("serving", node=self.name, role=self.role, address=server.address)
         return card
 
     def engine_id(self) -> RequestId:

@@ -4,15 +4,17 @@ The engine's events reach a call as plain function calls on the loop, so a token
 """
 
 import asyncio
-import logging
 from collections.abc import Coroutine
 from typing import Any, assert_never
 
+from common import telemetry
+from common.config import NodeConfig
 from common.engine.events import Admit, Release, Reserve
 from common.errors import BatonError, InternalError, TransferError
-from common.messages import BlocksReady, Generate, NodeAddress, PrefillDone, Pulled, RequestId
-from common.node import NodeHost
-from common.rpc.base import IncomingCall, OutgoingCall
+from common.messages import BlocksReady, Generate, NodeAddress, PrefillDone, Pulled, RequestId, Role
+from common.model.runner import load_runner
+from common.node import NodeHost, new_incarnation
+from common.rpc.base import IncomingCall, Network, OutgoingCall
 from decode_node.readers import Readers
 from decode_node.role import (
     AskPrefill,
@@ -29,8 +31,30 @@ from decode_node.role import (
     Reclaimed,
     StopPulls,
 )
+from kv_transfer.base import BlockReader
+from kv_transfer.choose import connect, serve_all
 
-log = logging.getLogger(__name__)
+log = telemetry.logger(__name__)
+
+
+def serve(config: NodeConfig, network: Network) -> Coroutine[Any, Any, None]:
+    """Load the model, then serve until cancelled. Loading happens before there is a loop: it takes seconds."""
+    runner, memory = load_runner(config.model, config.engine, new_incarnation())
+    host = NodeHost(config, Role.DECODE, runner=runner, memory=memory, network=network, serve_blocks=serve_all)
+
+    async def open_reader(owner: NodeAddress) -> tuple[str, BlockReader]:
+        return await connect(owner.offers, owner=owner.incarnation, pool=memory, wanted=config.transport)
+
+    async def until_cancelled() -> None:
+        readers = Readers(open_reader)
+        try:
+            async with host:
+                await DecodeNode(host, readers).join()
+                await asyncio.Event().wait()
+        finally:
+            await readers.close()
+
+    return until_cancelled()
 
 
 class DecodeNode:
@@ -179,5 +203,5 @@ def _error_of(task: asyncio.Task[None]) -> BatonError | None:
     error = task.exception()
     if error is None or isinstance(error, BatonError):
         return error
-    log.error("a call's task failed", exc_info=error)
+    log.error("a call's task failed", error=repr(error))
     return InternalError(f"{type(error).__name__}: {error}")

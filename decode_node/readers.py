@@ -4,15 +4,15 @@ The time limit matters: a mapped pool keeps its memory alive after its owner's d
 """
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
+from common import telemetry
 from common.errors import BatonError, StaleBlockError
 from common.messages import BlockId, BlockRef, Incarnation, NodeAddress
 from kv_transfer.base import BlockReader
 
-log = logging.getLogger(__name__)
+log = telemetry.logger(__name__)
 
 IDLE_S = 30.0
 
@@ -86,5 +86,5 @@ class Readers:
 
     async def _open(self, owner: NodeAddress) -> BlockReader:
         transport, reader = await self._connect(owner)
-        log.info("blocks will come over", extra={"owner": owner.node, "transport": transport})
+        log.info("blocks will come over", owner=owner.node, transport=transport)
         return reader

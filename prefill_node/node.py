@@ -1,17 +1,34 @@
 """The prefill node's shell: one handler, thin around `role.PrefillCall`."""
 
 import asyncio
+from collections.abc import Coroutine
 from contextlib import suppress
-from typing import assert_never
+from typing import Any, assert_never
 
+from common.config import NodeConfig
 from common.engine.events import Admit, Failed, Release, Reserved
 from common.engine.request import Progress
 from common.errors import BatonError, IncompatibleError
-from common.messages import Prefill, Pulled
-from common.node import NodeHost
-from common.rpc.base import IncomingCall
+from common.messages import Prefill, Pulled, Role
+from common.model.runner import load_runner
+from common.node import NodeHost, new_incarnation
+from common.rpc.base import IncomingCall, Network
+from kv_transfer.choose import serve_all
 from kv_transfer.layout import mismatch
 from prefill_node.role import Cancelled, Command, Emit, EndCall, Event, PrefillCall
+
+
+def serve(config: NodeConfig, network: Network) -> Coroutine[Any, Any, None]:
+    """Load the model, then serve until cancelled. Loading happens before there is a loop: it takes seconds."""
+    runner, memory = load_runner(config.model, config.engine, new_incarnation())
+    host = NodeHost(config, Role.PREFILL, runner=runner, memory=memory, network=network, serve_blocks=serve_all)
+
+    async def until_cancelled() -> None:
+        async with host:
+            await PrefillNode(host).join()
+            await asyncio.Event().wait()
+
+    return until_cancelled()
 
 
 class PrefillNode:

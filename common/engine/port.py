@@ -1,16 +1,16 @@
 """The event loop's side of an engine: each event goes to whoever owns its request."""
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import assert_never
 
+from common import telemetry
 from common.engine.events import Event, Failed, Reserved, Starved, Stepped
 from common.engine.request import Progress
 from common.messages import RequestId
 
-log = logging.getLogger(__name__)
+log = telemetry.logger(__name__)
 
 Listener = Callable[[Reserved | Progress | Failed], None]
 
@@ -28,7 +28,7 @@ class EnginePort:
         try:
             self._loop.call_soon_threadsafe(self._dispatch, events)
         except RuntimeError:  # the loop is closed: nobody is left to listen
-            log.debug("engine events after the loop closed", extra={"count": len(events)})
+            log.debug("engine events after the loop closed", count=len(events))
 
     @contextmanager
     def listen(self, request: RequestId, listener: Listener) -> Iterator[None]:
@@ -59,4 +59,4 @@ class EnginePort:
         try:
             listener(event)
         except Exception:  # one request's bug must not silence the others
-            log.exception("a request's listener failed", extra={"request": event.request})
+            log.exception("a request's listener failed", request=event.request)

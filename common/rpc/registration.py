@@ -1,15 +1,15 @@
 """A node's standing with a coordinator: one Register call, held open and made again for as long as the node lives."""
 
 import asyncio
-import logging
 from collections.abc import Callable
 from contextlib import suppress
 
+from common import telemetry
 from common.errors import BatonError
 from common.messages import NodeCard, NodeLoad, Register, Registered, Report
 from common.rpc.base import Client, OutgoingCall
 
-log = logging.getLogger(__name__)
+log = telemetry.logger(__name__)
 
 _FIRST_RETRY_S = 0.2
 _LAST_RETRY_S = 2.0
@@ -26,7 +26,7 @@ async def stay_registered(
                 retry_s = _FIRST_RETRY_S
                 await _report_while_open(call, load, report_s)
         except BatonError as error:
-            log.info("coordinator away", extra={"coordinator": coordinator, "error": str(error), "retry_s": retry_s})
+            log.info("coordinator away", coordinator=coordinator, error=str(error), retry_s=retry_s)
         await asyncio.sleep(retry_s)
         retry_s = min(retry_s * 2, _LAST_RETRY_S)
 
@@ -42,9 +42,9 @@ async def _report_while_open(call: OutgoingCall, load: Callable[[], NodeLoad], r
         async for item in call:
             assert isinstance(item, Registered)
             if item.reason:
-                log.warning("not routed to", extra={"coordinator": call.peer, "reason": item.reason})
+                log.warning("not routed to", coordinator=call.peer, reason=item.reason)
             else:
-                log.info("registered", extra={"coordinator": call.peer})
+                log.info("registered", coordinator=call.peer)
     finally:
         reporter.cancel()
         with suppress(asyncio.CancelledError):
