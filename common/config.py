@@ -85,5 +85,8 @@ class GatewayConfig:
     )
     max_body_bytes: Annotated[int, AtLeastOne, Size, Meta(description="Largest request body.")] = 8 << 20
     request_timeout_s: Annotated[float, Positive, Meta(description="Deadline of a request.")] = 600.0
+    keep_alive_s: Annotated[
+        float, Positive, Meta(description="A stream that waits shows a sign of life this often.")
+    ] = 10.0
     max_attempts: Annotated[int, AtLeastOne, Meta(description="Nodes tried before a request fails.")] = 3
     parent_pipe: Annotated[int, Meta(description="Exit when this file descriptor closes; -1 never.")] = -1
