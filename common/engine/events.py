@@ -76,7 +76,7 @@ class Failed:
 class Starved:
     """No running request can grow while leases hold the rest of the pool: give a reservation back.
 
-    Said once, and again if it still holds after a lease or reservation has ended.
+    Said once, and again if it still holds after a lease was released.
     """
 
 

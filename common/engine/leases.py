@@ -49,8 +49,8 @@ class Leases:
         return len(self._queue)
 
     @property
-    def num_held(self) -> int:
-        return len(self._held)
+    def ids(self) -> list[RequestId]:
+        return [*self._queue, *self._held]
 
     @property
     def num_blocks(self) -> int:

@@ -1,0 +1,402 @@
+"""Which tokens the next step computes, and what its result means. Pure; knows no phases.
+
+    plan = scheduler.schedule()
+    progress = scheduler.update(plan, runner.execute(plan))
+
+A request has total tokens and computed tokens. One that lacks a single token decodes, one that lacks more
+is a prompt, whether it never ran, lost its blocks or came with some of them; the rules are the same.
+
+    add ──> waiting ──blocks and a place──> running ──stop──> gone (freed, or a lease)
+              ▲  (with a lease: ready)         │
+              └───────── pre-empted ───────────┘
+
+1. Blocks go out in one order, that of arrival, over requests and reservations alike. What waits without
+   blocks is never overtaken by what came later, so nobody starves. A request that brings its blocks (a
+   lease) needs only a place and takes the next one.
+2. A running request's blocks cover all of its tokens; a prompt gets them all when it gets its place. So
+   only a drawn token can ask for one more block.
+3. When there is none, the latest of those that hold blocks gives up its own: first who only waits for a
+   place, then running requests that came after the one that grows. It keeps its tokens, loses what was
+   computed and waits again, ahead of all that came later; it returns when its whole context fits and a
+   block is left. With nobody later to take from, the request pauses a step instead. The oldest running
+   one can take from all others, so it always goes on, unless leases hold the pool (`starving`).
+4. `admit_whole`, and every request with `keep_blocks` (its finished blocks are promised to a reader), gets
+   at once all the blocks it can ever need. It never grows, so it is never taken from.
+5. Every running decode has its token in each step; prompts share what the step's limits leave, oldest
+   first, at least a block between them. The limits are tokens and, through `Pace`, seconds.
+"""
+
+from bisect import insort
+from collections import deque
+from operator import attrgetter
+
+from common.engine.leases import Lease, Leases
+from common.engine.pace import Pace
+from common.engine.request import Chunk, EngineRequest, Progress, Status, StepPlan
+from common.errors import ContextLengthError, InvalidTransition, RequestError
+from common.kv_cache.block_pool import BlockPool
+from common.kv_cache.prefix_cache import cached_prefix, extend_hashes
+from common.messages import BlockHash, RequestId
+
+_FIRST_STEP_BLOCKS = 8
+"""A prompt's first chunk while nothing is known of the model's speed."""
+
+_by_arrival = attrgetter("arrival")
+
+
+class Scheduler:
+    """Owns every request from `add` to its stop, and the leases, on one pool.
+
+    `root` starts the hash chains of this engine (`prefix_cache.root_hash`); None turns prefix sharing off.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        max_running: int,
+        max_step_tokens: int,
+        max_step_s: float,
+        max_model_len: int,
+        admit_whole: bool,
+        root: BlockHash | None,
+    ) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._max_running = min(max_running, max_step_tokens)
+        self._max_step_tokens = max_step_tokens
+        self._max_step_s = max_step_s
+        self._max_model_len = max_model_len
+        self._admit_whole = admit_whole
+        self._root = root
+        self._pace = Pace(_FIRST_STEP_BLOCKS * block_size)
+        self._leases = Leases(pool, block_size, root)
+        self._requests: dict[RequestId, EngineRequest] = {}
+        self._running: list[EngineRequest] = []  # by arrival, like the two queues
+        self._ready: list[EngineRequest] = []  # waiting for a place, holding blocks
+        self._waiting: deque[EngineRequest] = deque()  # waiting for a place and blocks
+        self._arrivals = 0
+        self._computes_prompts = False  # the last plan did
+        self.starving = False
+        """No running request could be planned, and leases hold what they need."""
+        self.num_uncomputed_tokens = 0
+        self.num_preemptions = 0
+        self.num_cached_tokens = 0
+
+    # --- what the shell asks ---------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._ready) + self._leases.num_queued
+
+    @property
+    def num_leased_blocks(self) -> int:
+        return self._leases.num_blocks
+
+    @property
+    def ids(self) -> list[RequestId]:
+        """Everything that has anything here: requests, leases, queued reservations."""
+        return [*self._requests, *self._leases.ids]
+
+    def fits_alone(self, num_tokens_max: int) -> bool:
+        """Whether a request that may reach so many tokens can finish here; the last one drawn needs no block."""
+        return self._blocks_for(num_tokens_max - 1) <= self._pool.num_blocks
+
+    # --- arrivals and departures -----------------------------------------------------------------------
+
+    def reserve(self, id: RequestId, tokens: list[int]) -> None:
+        """Queue a reservation of blocks for `tokens`. ContextLengthError if the pool is too small for them."""
+        self._check_new(id)
+        if not tokens or not self.fits_alone(len(tokens) + 1):
+            raise ContextLengthError(f"no pool of {self._pool.num_blocks} blocks can hold {len(tokens)} tokens")
+        self._leases.reserve(id, tokens, self._next_arrival())
+
+    def add(self, request: EngineRequest) -> None:
+        """Schedule a request; a lease of its id becomes its block table.
+
+        Without one its `num_computed` counts for nothing. RequestError if it is not whole or could never finish.
+        """
+        self._check_new(request.id, lease=True)
+        if not 0 <= request.num_computed < len(request.tokens):
+            raise RequestError(f"{request.num_computed} of {len(request.tokens)} tokens computed: none left to run")
+        if len(request.tokens) >= self._max_model_len or not self.fits_alone(self._longest(request)):
+            raise ContextLengthError(
+                f"{self._longest(request)} tokens exceed {self._pool.num_blocks} blocks of {self._block_size} "
+                f"or the model's {self._max_model_len}"
+            )
+        lease = self._leases.peek(request.id)
+        if lease is not None and self._blocks_for(request.num_computed) > len(lease.blocks):
+            raise RequestError(f"{request.num_computed} tokens computed in {len(lease.blocks)} blocks")
+        if lease is not None and request.keep_blocks:
+            raise RequestError("a request that keeps its blocks gets them whole (rule 4), it brings none")
+        self._leases.take(request.id)
+        request.status = Status.WAITING
+        request.num_announced = 0
+        self._requests[request.id] = request
+        if lease is None:
+            request.blocks, request.num_computed = [], 0
+            request.arrival = self._next_arrival()
+            self._waiting.append(request)
+        else:
+            self._adopt(request, lease)
+        self.num_uncomputed_tokens += request.num_uncomputed
+
+    def release(self, id: RequestId) -> bool:
+        """Free all that this id has, whatever it is doing. Idempotent. True if a lease ended."""
+        request = self._requests.get(id)
+        if request is not None:
+            self._remove(request)
+            self._pool.free(request.blocks)
+            request.blocks = []
+        return self._leases.release(id)
+
+    # --- one step --------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """The next step's chunks: decodes, then prompts, each by arrival. Empty if nothing can run now."""
+        self._seat_ready()
+        self._grow_running()
+        block_size = self._block_size
+        chunks: list[Chunk] = []
+        prompts: list[EngineRequest] = []
+        for request in self._running:
+            total = len(request.tokens)
+            if total > len(request.blocks) * block_size:
+                continue  # pauses: rule 3
+            if total - request.num_computed == 1:
+                chunks.append(Chunk(request, total - 1, 1, True))
+            else:
+                prompts.append(request)
+        num_decodes = len(chunks)
+        left = self._prompt_tokens_left(num_decodes)
+        for request in prompts:
+            left = self._add_chunk(chunks, request, left)
+        while left > 0 and (admitted := self._admit_next()):
+            left = self._add_chunk(chunks, admitted, left)
+        self._computes_prompts = len(chunks) > num_decodes
+        self.starving = not chunks and bool(self._running)
+        return StepPlan(tuple(chunks))
+
+    def grant(self) -> tuple[RequestId, Lease] | None:
+        """The oldest reservation, if no request without blocks is older and it fits beside the running ones."""
+        first = self._leases.first_arrival
+        if first is None or (self._waiting and self._waiting[0].arrival < first):
+            return None
+        return self._leases.grant(spare=len(self._running) + len(self._ready))
+
+    def update(self, plan: StepPlan, tokens: list[int]) -> tuple[Progress, ...]:
+        """Book an executed plan; `tokens` has one for each chunk that samples, in plan order.
+
+        Chunks of requests that were released meanwhile are dropped.
+        """
+        drawn = iter(tokens)
+        progress = []
+        for chunk in plan.chunks:
+            token = next(drawn) if chunk.samples else None
+            if chunk.request.status is Status.RUNNING:
+                progress.append(self._advance(chunk.request, chunk.num_tokens, token))
+        return tuple(progress)
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """The last plan, with its `num_tokens`, took so long."""
+        if self._computes_prompts:
+            self._pace.observe(num_tokens, seconds)
+
+    # --- places and blocks -----------------------------------------------------------------------------
+
+    def _seat_ready(self) -> None:
+        while self._ready and len(self._running) < self._max_running:
+            self._seat(self._ready.pop(0))
+
+    def _seat(self, request: EngineRequest) -> None:
+        request.status = Status.RUNNING
+        insort(self._running, request, key=_by_arrival)
+
+    def _grow_running(self) -> None:
+        block_size = self._block_size
+        for request in tuple(self._running):
+            if len(request.tokens) > len(request.blocks) * block_size and request.status is Status.RUNNING:
+                self._grow(request)
+
+    def _grow(self, request: EngineRequest) -> None:
+        """Rules 2 and 3; without success the request keeps what it has."""
+        missing = self._blocks_for(len(request.tokens)) - len(request.blocks)
+        while (blocks := self._pool.allocate(missing)) is None:
+            victim = self._latest_after(request)
+            if victim is None:
+                return
+            self._preempt(victim)
+        request.blocks.extend(blocks)
+
+    def _latest_after(self, request: EngineRequest) -> EngineRequest | None:
+        for victim in reversed(self._ready):
+            if not victim.keep_blocks:
+                return victim
+        for victim in reversed(self._running):
+            if victim is request:
+                return None
+            if not victim.keep_blocks:
+                return victim
+        return None
+
+    def _preempt(self, victim: EngineRequest) -> None:
+        (self._running if victim.status is Status.RUNNING else self._ready).remove(victim)
+        self._pool.free(victim.blocks)
+        self.num_uncomputed_tokens += victim.num_computed
+        self.num_preemptions += 1
+        victim.blocks, victim.num_computed = [], 0
+        victim.num_preemptions += 1
+        victim.status = Status.WAITING
+        insort(self._waiting, victim, key=_by_arrival)
+
+    def _admit_next(self) -> EngineRequest | None:
+        """Give the longest waiting request its place and blocks, unless an older reservation is before it."""
+        if not self._waiting or len(self._running) >= self._max_running:
+            return None
+        request = self._waiting[0]
+        first = self._leases.first_arrival
+        if first is not None and first < request.arrival:
+            return None
+        if self._root is not None:
+            extend_hashes(request.hashes, request.tokens, self._block_size, self._root)
+        shared = cached_prefix(self._pool, request.hashes, len(request.tokens), self._block_size)
+        whole = self._admit_whole or request.keep_blocks
+        need = self._blocks_for(self._longest(request) - 1 if whole else len(request.tokens))
+        blocks = self._pool.claim(shared, need - len(shared), spare=0 if whole or not self._running else 1)
+        if blocks is None:
+            return None
+        self._waiting.popleft()
+        request.blocks = blocks
+        request.num_computed = len(shared) * self._block_size
+        self.num_cached_tokens += request.num_computed
+        self.num_uncomputed_tokens -= request.num_computed
+        if request.num_preemptions == 0:
+            request.num_cached = request.num_computed
+        self._seat(request)
+        return request
+
+    def _adopt(self, request: EngineRequest, lease: Lease) -> None:
+        """The lease's blocks, those whose bytes have landed now offered to others as well."""
+        request.blocks, request.hashes = lease.blocks, lease.hashes
+        # Shared blocks are complete by definition, whatever the request says; nobody may write to them.
+        request.num_computed = max(request.num_computed, lease.num_cached)
+        self.num_cached_tokens += lease.num_cached
+        request.arrival = lease.arrival
+        self._name_blocks(request, lease.num_cached // self._block_size)
+        insort(self._ready, request, key=_by_arrival)
+
+    # --- the step's share ------------------------------------------------------------------------------
+
+    def _prompt_tokens_left(self, num_decodes: int) -> int:
+        in_time = self._pace.tokens_within(self._max_step_s, most=self._max_step_tokens) - num_decodes
+        return min(max(in_time, self._block_size), self._max_step_tokens - num_decodes)
+
+    def _add_chunk(self, chunks: list[Chunk], request: EngineRequest, left: int) -> int:
+        """Append what fits into `left` tokens and return what is left then; a chunk cut short takes it all."""
+        if left <= 0:
+            return 0
+        start, total = request.num_computed, len(request.tokens)
+        end = start + left
+        if end >= total:
+            chunks.append(Chunk(request, start, total - start, True))
+            return end - total
+        aligned = end - end % self._block_size
+        end = aligned if aligned > start else end
+        chunks.append(Chunk(request, start, end - start, False))
+        return 0
+
+    # --- results ---------------------------------------------------------------------------------------
+
+    def _advance(self, request: EngineRequest, num_tokens: int, token: int | None) -> Progress:
+        computed_blocks = request.num_computed // self._block_size
+        request.num_computed += num_tokens
+        self.num_uncomputed_tokens -= num_tokens
+        if request.num_computed // self._block_size > computed_blocks:
+            self._name_blocks(request, computed_blocks)
+        finish, stopped = None, False
+        if token is not None:
+            request.tokens.append(token)
+            self.num_uncomputed_tokens += 1
+            finish = request.finish_reason(self._max_model_len)
+            stopped = finish is not None or request.stop_after_first
+        if not request.keep_blocks:
+            if stopped:
+                self.release(request.id)
+            return Progress(request.id, request.num_computed, token, finish, request.num_cached, stopped)
+        first = request.num_announced
+        full = request.num_computed // self._block_size
+        request.num_announced = self._blocks_for(request.num_computed) if stopped else full
+        ready = tuple(map(self._pool.ref, request.blocks[first : request.num_announced]))
+        if stopped:
+            self._keep(request)
+        return Progress(request.id, request.num_computed, token, finish, request.num_cached, stopped, first, ready)
+
+    def _name_blocks(self, request: EngineRequest, first: int) -> None:
+        """Offer the request's full computed blocks, from index `first` on, to later prompts."""
+        if self._root is None:
+            return
+        extend_hashes(request.hashes, request.tokens, self._block_size, self._root)
+        for index in range(first, request.num_computed // self._block_size):
+            self._pool.name(request.blocks[index], request.hashes[index])
+
+    def _keep(self, request: EngineRequest) -> None:
+        """The blocks that hold something pass to a lease of the same id."""
+        self._remove(request)
+        used = self._blocks_for(request.num_computed)
+        self._pool.free(request.blocks[used:])
+        self._leases.hold(request.id, Lease(request.arrival, request.blocks[:used], request.hashes, request.num_cached))
+        request.blocks = []
+
+    # --- small ones ------------------------------------------------------------------------------------
+
+    def _remove(self, request: EngineRequest) -> None:
+        del self._requests[request.id]
+        self.num_uncomputed_tokens -= request.num_uncomputed
+        if request.status is Status.RUNNING:
+            self._running.remove(request)
+        elif request.blocks:
+            self._ready.remove(request)
+        else:
+            self._waiting.remove(request)
+        request.status = Status.ENDED
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def _longest(self, request: EngineRequest) -> int:
+        """Tokens the request can reach, all it was given and at least one more included."""
+        limit = min(request.num_prompt_tokens + request.sampling.max_tokens, self._max_model_len)
+        return len(request.tokens) + 1 if request.stop_after_first else max(limit, len(request.tokens) + 1)
+
+    def _next_arrival(self) -> int:
+        self._arrivals += 1
+        return self._arrivals
+
+    def _check_new(self, id: RequestId, *, lease: bool = False) -> None:
+        if id in self._requests or (not lease and id in self._leases):
+            raise InvalidTransition(f"request {id} is already here")
+
+    def check_invariants(self) -> None:
+        held = [*self._running, *self._ready]
+        self._pool.check_invariants([*(request.blocks for request in held), *self._leases.tables()])
+        self._leases.check_invariants()
+        assert {id(one) for one in self._requests.values()} == {id(one) for one in [*held, *self._waiting]}
+        for queue in (self._running, self._ready, list(self._waiting)):
+            arrivals = [request.arrival for request in queue]
+            assert arrivals == sorted(set(arrivals)), "out of order"
+        assert all(request.status is Status.RUNNING for request in self._running)
+        assert len(self._running) <= self._max_running
+        for request in [*self._ready, *self._waiting]:
+            assert request.status is Status.WAITING
+        for request in self._waiting:
+            assert not request.blocks
+            assert request.num_computed == 0
+        for request in held:
+            assert request.num_computed < len(request.tokens)
+            assert self._blocks_for(request.num_computed) <= len(request.blocks)
+        assert self.num_uncomputed_tokens == sum(request.num_uncomputed for request in self._requests.values())
