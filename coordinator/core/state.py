@@ -1,0 +1,345 @@
+"""The cluster as the coordinator knows it: events in, commands out. Soft state, told anew by every node.
+
+    (new) ── registers ──> READY <── stops or starts reporting or progressing ──> STALLED
+                             ^                                                       ^
+                             └────── peers differ or fit ──> INCOMPATIBLE <──────────┘
+    any of them ── connection lost, or the name taken by a newer process ──> GONE (forgotten)
+
+1. A node is known by the connection that it registered on. What comes from a connection that no node has any
+   more is late news and is dropped.
+2. A name belongs to the newest process that claims it. The older one is told and never comes back, whatever
+   it does: an incarnation that was replaced once stays replaced.
+3. The same process on a new connection is the same node; only its connection changes.
+4. INCOMPATIBLE wins over STALLED wins over READY. Only READY nodes are routed to.
+5. A node is STALLED while its last report is older than `silence_s` or says that its engine has finished
+   nothing for `progress_s`.
+6. If no tick came for `pause_s`, it was we who slept: nobody's silence counts for that time.
+7. Watchers get a view at once when they come, then at every change, but no more often than every
+   `state_gap_s` (somebody came, left or changed state) or `load_gap_s` (loads only).
+8. A model that was served within `model_memory_s` is unavailable, not unknown: its nodes may be restarting.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import assert_never
+
+from msgspec.structs import replace
+
+from common.errors import BatonError, InvalidTransition, ModelNotFoundError, UnavailableError
+from common.messages import (
+    Incarnation,
+    NodeCard,
+    NodeId,
+    NodeLoad,
+    NodeState,
+    NodeView,
+    Registered,
+    View,
+    WireError,
+)
+from coordinator.core.events import (
+    AnswerRoute,
+    ClusterCommand,
+    ClusterEvent,
+    ConnectionId,
+    NodeLost,
+    NodeRegistered,
+    NodeReported,
+    PublishView,
+    RefuseRoute,
+    RouteAsked,
+    TellNode,
+    Ticked,
+    WatchClosed,
+    WatcherId,
+    WatchOpened,
+)
+from coordinator.core.membership import misfits
+from coordinator.core.policy import RETRY_AFTER_S, Candidate, PrefillUnavailable, blocks_for, choose
+
+_KEPT_MOVES = 1000
+_KEPT_REPLACED = 1000
+
+
+class Phase(StrEnum):
+    READY = "ready"
+    STALLED = "stalled"
+    INCOMPATIBLE = "incompatible"
+    GONE = "gone"
+
+
+_MOVES: dict[Phase, tuple[Phase, ...]] = {
+    Phase.READY: (Phase.STALLED, Phase.INCOMPATIBLE, Phase.GONE),
+    Phase.STALLED: (Phase.READY, Phase.INCOMPATIBLE, Phase.GONE),
+    Phase.INCOMPATIBLE: (Phase.READY, Phase.STALLED, Phase.GONE),
+    Phase.GONE: (),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long what is waited for; the numbers of the rules above."""
+
+    silence_s: float = 3.0
+    progress_s: float = 10.0
+    pause_s: float = 1.0
+    state_gap_s: float = 0.05
+    load_gap_s: float = 0.5
+    model_memory_s: float = 600.0
+    settle_s: float = 0.25
+    """A request routed this shortly before a report may not be in it yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One entry of the cluster's history."""
+
+    now_s: float
+    node: NodeId
+    incarnation: Incarnation
+    phase: Phase
+    reason: str
+
+
+@dataclass(slots=True, kw_only=True)
+class _Node:
+    card: NodeCard
+    connection: ConnectionId
+    reported_s: float
+    load: NodeLoad
+    phase: Phase = Phase.READY
+    reason: str = ""
+    misfit: str = ""
+    routed: deque[tuple[float, int]] = field(default_factory=deque)  # (when, tokens) since the last report
+
+    def stall(self, now_s: float, patience: Patience) -> str:
+        if now_s - self.reported_s > patience.silence_s:
+            return f"no report for over {patience.silence_s:g} s"
+        if self.load.progress_age_s > patience.progress_s:
+            return f"no progress for over {patience.progress_s:g} s"
+        return ""
+
+    def candidate(self) -> Candidate:
+        return Candidate(
+            card=self.card,
+            state=NodeState(self.phase),
+            load=self.load,
+            num_routed=len(self.routed),
+            routed_tokens=sum(tokens for _, tokens in self.routed),
+            routed_blocks=sum(blocks_for(self.card, tokens + 1) for _, tokens in self.routed),
+        )
+
+
+class ClusterState:
+    """`history` holds the latest moves, `num_moves` counts them all."""
+
+    def __init__(
+        self, *, now_s: float, prefill_unavailable: PrefillUnavailable = "local", patience: Patience | None = None
+    ) -> None:
+        self._prefill_unavailable: PrefillUnavailable = prefill_unavailable
+        self._patience = patience or Patience()
+        self._nodes: dict[NodeId, _Node] = {}  # in order of registration
+        self._connections: dict[ConnectionId, NodeId] = {}
+        self._replaced: dict[Incarnation, None] = {}
+        self._models_s: dict[str, float] = {}  # model -> when a node of it was last there
+        self._watchers: dict[WatcherId, None] = {}
+        self._ticked_s = now_s
+        self._published_s = now_s
+        self._unpublished: float | None = None  # the gap that the oldest unpublished change must keep
+        self.history: deque[Move] = deque(maxlen=_KEPT_MOVES)
+        self.num_moves = 0
+
+    def handle(self, event: ClusterEvent, *, now_s: float) -> list[ClusterCommand]:
+        commands: list[ClusterCommand] = []
+        match event:
+            case NodeRegistered():
+                commands += self._register(event, now_s)
+            case NodeReported():
+                self._report(event, now_s)
+            case NodeLost():
+                commands += self._lose(event, now_s)
+            case WatchOpened(watcher):
+                self._watchers[watcher] = None
+                commands.append(PublishView((watcher,), self.view()))
+            case WatchClosed(watcher):
+                self._watchers.pop(watcher, None)
+            case RouteAsked():
+                commands.append(self._route(event, now_s))
+            case Ticked():
+                self._tick(now_s)
+            case _:
+                assert_never(event)
+        return commands + self._publish(now_s)
+
+    def view(self) -> View:
+        """Every known node, by name."""
+        nodes = sorted(self._nodes.values(), key=lambda node: node.card.node)
+        return View(tuple(NodeView(node.card, NodeState(node.phase), node.reason, node.load) for node in nodes))
+
+    # --- events ----------------------------------------------------------------------------------------
+
+    def _register(self, event: NodeRegistered, now_s: float) -> list[ClusterCommand]:
+        card, connection = event.card, event.connection
+        if card.incarnation in self._replaced:
+            return [TellNode(connection, Registered(_taken(card)))]
+        commands: list[ClusterCommand] = []
+        old = self._nodes.get(card.node)
+        if old is not None and old.card.incarnation == card.incarnation:
+            del self._connections[old.connection]
+            old.connection = connection
+            self._connections[connection] = card.node
+            return [TellNode(connection, Registered(old.misfit))]
+        if old is not None:
+            commands.append(TellNode(old.connection, Registered(_taken(old.card))))
+            self._replaced[old.card.incarnation] = None
+            if len(self._replaced) > _KEPT_REPLACED:
+                del self._replaced[next(iter(self._replaced))]
+            self._forget(old, "replaced by a newer process", now_s)
+        node = _Node(card=card, connection=connection, reported_s=now_s, load=NodeLoad(free_blocks=card.num_blocks))
+        self._nodes[card.node] = node
+        self._connections[connection] = card.node
+        self._record(node, now_s)
+        commands += self._compare(card.model, now_s)
+        if not node.misfit:
+            commands.append(TellNode(connection, Registered()))
+        return commands
+
+    def _report(self, event: NodeReported, now_s: float) -> None:
+        node = self._node_of(event.connection)
+        if node is None:
+            return
+        if not _same_load(event.load, node.load):
+            self._changed(self._patience.load_gap_s)
+        node.load = event.load
+        node.reported_s = now_s
+        while node.routed and node.routed[0][0] <= now_s - self._patience.settle_s:
+            node.routed.popleft()
+        self._review(node, now_s)
+
+    def _lose(self, event: NodeLost, now_s: float) -> list[ClusterCommand]:
+        node = self._node_of(event.connection)
+        if node is None:
+            return []
+        self._forget(node, "connection lost", now_s)
+        return self._compare(node.card.model, now_s)
+
+    def _route(self, event: RouteAsked, now_s: float) -> AnswerRoute | RefuseRoute:
+        route = event.route
+        try:
+            self._check_model(route.model, now_s)
+            nodes = [node.candidate() for node in self._nodes.values() if node.card.model == route.model]
+            routed = choose(route, nodes, prefill_unavailable=self._prefill_unavailable)
+        except BatonError as error:
+            return RefuseRoute(event.ask, WireError.of(error))
+        for address in (routed.decode, routed.prefill):
+            if address is not None:
+                self._nodes[address.node].routed.append((now_s, route.num_tokens))
+        return AnswerRoute(event.ask, routed)
+
+    def _tick(self, now_s: float) -> None:
+        slept_s = now_s - self._ticked_s
+        self._ticked_s = now_s
+        for node in self._nodes.values():
+            if slept_s > self._patience.pause_s:
+                node.reported_s = min(node.reported_s + slept_s, now_s)
+            self._review(node, now_s)
+
+    # --- what follows from them ------------------------------------------------------------------------
+
+    def _node_of(self, connection: ConnectionId) -> _Node | None:
+        name = self._connections.get(connection)
+        return None if name is None else self._nodes[name]
+
+    def _check_model(self, model: str, now_s: float) -> None:
+        served = dict.fromkeys(node.card.model for node in self._nodes.values())
+        if model in served:
+            return
+        gone_s = self._models_s.get(model)
+        if not served or (gone_s is not None and now_s - gone_s <= self._patience.model_memory_s):
+            raise UnavailableError(f"no node serves {model} now", retry_after_s=RETRY_AFTER_S)
+        raise ModelNotFoundError(f"there is no model {model!r}; there is {', '.join(sorted(served))}")
+
+    def _compare(self, model: str, now_s: float) -> list[ClusterCommand]:
+        """Hold the nodes of one model name against each other again; tell those that fit now or fit no more."""
+        nodes = [node for node in self._nodes.values() if node.card.model == model]
+        reasons = misfits([node.card for node in nodes])
+        commands: list[ClusterCommand] = []
+        for node in nodes:
+            misfit = reasons.get(node.card.node, "")
+            if misfit != node.misfit:
+                node.misfit = misfit
+                commands.append(TellNode(node.connection, Registered(misfit)))
+            self._review(node, now_s)
+        return commands
+
+    def _review(self, node: _Node, now_s: float) -> None:
+        """Bring a node's phase in line with what is known of it."""
+        stall = node.stall(now_s, self._patience)
+        phase = Phase.INCOMPATIBLE if node.misfit else Phase.STALLED if stall else Phase.READY
+        reason = node.misfit or stall
+        if phase is not node.phase:
+            self._move(node, phase, reason, now_s)
+        elif reason != node.reason:
+            node.reason = reason
+            self._changed(self._patience.state_gap_s)
+
+    def _forget(self, node: _Node, reason: str, now_s: float) -> None:
+        self._move(node, Phase.GONE, reason, now_s)
+        del self._nodes[node.card.node]
+        del self._connections[node.connection]
+        self._models_s[node.card.model] = now_s
+
+    def _move(self, node: _Node, phase: Phase, reason: str, now_s: float) -> None:
+        if phase not in _MOVES[node.phase]:
+            moves = [move for move in self.history if move.incarnation == node.card.incarnation]
+            raise InvalidTransition(f"node {node.card.node} {node.phase} -> {phase}; history {moves}")
+        node.phase, node.reason = phase, reason
+        self._record(node, now_s)
+
+    def _record(self, node: _Node, now_s: float) -> None:
+        self.history.append(Move(now_s, node.card.node, node.card.incarnation, node.phase, node.reason))
+        self.num_moves += 1
+        self._changed(self._patience.state_gap_s)
+
+    def _changed(self, gap_s: float) -> None:
+        self._unpublished = gap_s if self._unpublished is None else min(gap_s, self._unpublished)
+
+    def _publish(self, now_s: float) -> list[ClusterCommand]:
+        if self._unpublished is None or now_s - self._published_s < self._unpublished:
+            return []
+        self._unpublished = None
+        self._published_s = now_s
+        return [PublishView(tuple(self._watchers), self.view())] if self._watchers else []
+
+    # --- for tests -------------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        assert list(self._invariants_broken()) == []
+
+    def _invariants_broken(self) -> Iterator[str]:
+        if {name: node.connection for name, node in self._nodes.items()} != {
+            name: connection for connection, name in self._connections.items()
+        }:
+            yield "nodes and connections disagree"
+        for name, node in self._nodes.items():
+            if node.card.node != name:
+                yield f"{node.card.node} is listed as {name}"
+            if node.phase is Phase.GONE:
+                yield f"{name} is gone and still listed"
+            if node.card.incarnation in self._replaced:
+                yield f"{name} was replaced and is still listed"
+            if (node.phase is Phase.INCOMPATIBLE) != bool(node.misfit):
+                yield f"{name} is {node.phase} with misfit {node.misfit!r}"
+            if (node.phase is Phase.READY) == bool(node.reason):
+                yield f"{name} is {node.phase} with reason {node.reason!r}"
+
+
+def _taken(card: NodeCard) -> str:
+    return f"another process has taken the name {card.node}; give each node its own name"
+
+
+def _same_load(left: NodeLoad, right: NodeLoad) -> bool:
+    """Progress apart: its age changes with every report and says nothing to watchers while it is small."""
+    return replace(left, progress_age_s=0.0) == replace(right, progress_age_s=0.0)
