@@ -74,16 +74,19 @@ async def settled(work: asyncio.Future[T], on_cancel: Callable[[], None]) -> T:
     At the first cancellation `on_cancel` is told to hurry `work` along; CancelledError is raised only once
     `work` is done, so that whatever it was writing to is at rest.
     """
-    cancelled: asyncio.CancelledError | None = None
+    cancelled = False
     while not work.done():
         try:
             await asyncio.wait([work])
-        except asyncio.CancelledError as error:
-            if cancelled is None:
+        except asyncio.CancelledError:
+            if not cancelled:
                 on_cancel()
-            cancelled = error
-    if cancelled is not None:
-        if not work.cancelled():
-            work.exception()  # looked at, lest the loop complains about an error nobody saw
-        raise cancelled
-    return work.result()
+            cancelled = True
+    try:
+        if cancelled:
+            if not work.cancelled():
+                work.exception()  # looked at, lest the loop complains about an error nobody saw
+            raise asyncio.CancelledError
+        return work.result()
+    finally:
+        del work  # an error's traceback holds this frame: without this, a cycle that keeps mappings and blocks alive

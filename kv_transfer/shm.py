@@ -225,10 +225,9 @@ class ShmReader:
         check_destination(refs, into, self._pool.num_blocks)
         check_source(refs, self._mapping.num_blocks)
         copy = _Copy(self._mapping, self._connection, self._pool, refs, into)
-        future = asyncio.get_running_loop().run_in_executor(self._copier, copy.run)
-        self._copies[copy] = future
+        self._copies[copy] = asyncio.get_running_loop().run_in_executor(self._copier, copy.run)
         try:
-            await settled(future, copy.stop)
+            await settled(self._copies[copy], copy.stop)
         finally:
             del self._copies[copy]
 

@@ -1,0 +1,179 @@
+"""The words of the tcp transport, and a ZeroMQ socket that lives on an event loop."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from common.messages import BlockRef, Incarnation, KVLayout, WireError
+from kv_transfer.shared import Shared
+
+VERSION = 1
+CHUNK_BYTES = 1 << 20
+WINDOW_BYTES = 8 << 20
+MAX_CONTROL_BYTES = 4 << 20
+"""The largest Read: some 200,000 references."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class Word(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """One message of this transport; a Chunk is followed by frames of bytes, the others stand alone."""
+
+
+class Hello(Word, frozen=True):
+    version: int
+    owner: Incarnation
+
+
+class Read(Word, frozen=True):
+    """`read` counts the reads of one reader upwards."""
+
+    read: Count
+    refs: tuple[BlockRef, ...]
+
+
+class Credit(Word, frozen=True):
+    """So many bytes of Chunks have arrived and may be followed by as many."""
+
+    num_bytes: Count
+
+
+class Cancel(Word, frozen=True):
+    """The reader has no use for the rest. Not answered; what is on its way still wants its Credit."""
+
+    read: Count
+
+
+class Welcome(Word, frozen=True):
+    layout: KVLayout
+    num_blocks: int
+
+
+class Refuse(Word, frozen=True):
+    """The owner will have nothing (more) to do with this reader."""
+
+    reason: str
+
+
+class Chunk(Word, frozen=True):
+    """The frames that follow go at byte `start` of the read (its blocks in order, one after the other)."""
+
+    read: Count
+    start: Count
+
+
+class Verdict(Word, frozen=True):
+    """Ends a read. Without an error every byte was sent and every generation held."""
+
+    read: Count
+    error: WireError | None = None
+
+
+class Ping(Word, frozen=True):
+    """Says nothing: sending it tells the owner whether this reader is still connected."""
+
+
+OwnerHears = Hello | Read | Credit | Cancel
+ReaderHears = Welcome | Refuse | Chunk | Verdict | Ping
+
+encode = msgspec.msgpack.Encoder().encode
+owner_decoder = msgspec.msgpack.Decoder(OwnerHears)
+reader_decoder = msgspec.msgpack.Decoder(ReaderHears)
+
+Bytes = bytes | memoryview
+
+_CONTEXT: Shared[zmq.Context[zmq.Socket[bytes]]] = Shared(zmq.Context, lambda context: context.term())
+_GONE = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+
+
+class LoopSocket:
+    """A plain ZeroMQ socket read by the running loop: no polling, no queue of ours, nothing kept at its end.
+
+    `on_message` gets the frames of each message; `on_gone` is called when a connection has ended, after
+    everything that came through it.
+    """
+
+    def __init__(
+        self,
+        kind: int,
+        *,
+        max_message_bytes: int,
+        on_message: Callable[[list[zmq.Frame]], None],
+        on_gone: Callable[[], None],
+    ) -> None:
+        self._on_message = on_message
+        self._on_gone = on_gone
+        self._loop = asyncio.get_running_loop()
+        self._drain_due: asyncio.Handle | None = None
+        self.socket = _CONTEXT.borrow().socket(kind)
+        self.socket.set_hwm(0)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, 2_000)
+        self._monitor = self.socket.get_monitor_socket(_GONE)
+        self._loop.add_reader(self.socket.FD, self.drain)
+        self._loop.add_reader(self._monitor.FD, self._drain_monitor)
+        self._drain_monitor()  # its descriptor says nothing until it was once found empty
+
+    @property
+    def closed(self) -> bool:
+        return bool(self.socket.closed)
+
+    def send(self, frames: Sequence[Bytes], *, copy: bool = True) -> None:
+        """Raises zmq.ZMQError (EHOSTUNREACH) on a mandatory ROUTER whose peer is gone; never blocks."""
+        try:
+            self.socket.send_multipart(frames, zmq.DONTWAIT, copy=copy)
+        finally:
+            # ZeroMQ's descriptor is edge-triggered and a send may eat the edge of what has arrived meanwhile.
+            if self._drain_due is None:
+                self._drain_due = self._loop.call_soon(self.drain)
+
+    def drain(self) -> None:
+        if self._drain_due is not None:
+            self._drain_due.cancel()
+            self._drain_due = None
+        while not self.closed:
+            try:
+                frames = self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                return
+            self._on_message(frames)
+
+    def _drain_monitor(self) -> None:
+        gone = False
+        while not self.closed:
+            try:
+                recv_monitor_message(self._monitor, zmq.DONTWAIT)
+            except zmq.Again:
+                break
+            gone = True
+        if gone and not self.closed:
+            self.drain()
+            self._on_gone()
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        if self._drain_due is not None:
+            self._drain_due.cancel()
+        self._loop.remove_reader(self.socket.FD)
+        self._loop.remove_reader(self._monitor.FD)
+        self.socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self.socket.close(linger=0)
+        _CONTEXT.give_back()
+
+
+def any_port(host: str) -> str:
+    """`host` as a ZeroMQ endpoint with any free port."""
+    return f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
