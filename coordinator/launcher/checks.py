@@ -1,8 +1,10 @@
 """What is looked at before anything is started, so that what is missing is said at once and with its remedy."""
 
 import contextlib
+import json
 import os
 import platform
+import shlex
 import shutil
 import socket
 from pathlib import Path
@@ -15,6 +17,7 @@ from common.errors import ConfigError
 _NODE_BYTES = 400 << 20
 _CONTROL_BYTES = 250 << 20
 _COMPILERS = ("g++", "c++", "clang++")
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def require_free_port(host: str, port: int) -> None:
@@ -40,26 +43,29 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
-def require_memory(*, weight_bytes: int, pool_bytes: int, num_nodes: int, available_bytes: int | None = None) -> None:
-    """ConfigError unless the cluster fits. Weights count once: nodes on one host share their pages."""
-    needed = weight_bytes + num_nodes * (pool_bytes + _NODE_BYTES) + _CONTROL_BYTES
+def weight_bytes(folder: Path, dtype: str) -> tuple[int, int]:
+    """Bytes of the model's weights that nodes on one host share, and that each has for itself.
+
+    Weights are mapped from the files as they are; in another type than the files' each node makes its own.
+    """
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text())
+    stored_dtype = config.get("dtype") or config.get("torch_dtype") or dtype
+    if stored_dtype == dtype:
+        return stored, 0
+    return 0, stored * _ITEM_BYTES.get(dtype, 4) // _ITEM_BYTES.get(stored_dtype, 4)
+
+
+def require_memory(*, shared_bytes: int, node_bytes: int, num_nodes: int, available_bytes: int | None = None) -> None:
+    """ConfigError unless the cluster fits: `shared_bytes` once, `node_bytes` (weights and pool) for each node."""
+    each = node_bytes + _NODE_BYTES
+    needed = shared_bytes + num_nodes * each + _CONTROL_BYTES
     available = available_memory() if available_bytes is None else available_bytes
     if needed > available:
         raise ConfigError(
-            f"too little memory: {num_nodes} nodes need about {_gb(needed)} (weights {_gb(weight_bytes)}, each node "
-            f"{_gb(pool_bytes + _NODE_BYTES)}), {_gb(available)} are free; close something, set a smaller "
-            "--kv-cache-memory, start fewer nodes (--prefill 0) or choose a smaller model"
-        )
-
-
-def require_disk(folder: Path, needed_bytes: int) -> None:
-    """ConfigError unless the file system of `folder` has that much left."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if needed_bytes > free:
-        raise ConfigError(
-            f"too little disk: {folder} needs {_gb(needed_bytes)}, {_gb(free)} are free; make room or set BATON_CACHE "
-            "to a folder on another disk"
+            f"too little memory: {num_nodes} nodes need about {_gb(needed)} (each {_gb(each)}, weights they share "
+            f"{_gb(shared_bytes)}), {_gb(available)} are free; close something, set a smaller --kv-cache-memory, "
+            "start fewer nodes (--prefill 0) or choose a smaller model"
         )
 
 
@@ -78,12 +84,19 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def notes(attention: str, *, cpu_flags: frozenset[str] | None = None, compiler: str | None = "look") -> list[str]:
+def find_compiler() -> str | None:
+    """The C++ compiler that the native kernels would be built with."""
+    chosen = shlex.split(os.environ.get("CXX", ""))[:1]
+    return next(filter(None, map(shutil.which, chosen or _COMPILERS)), None)
+
+
+def notes(attention: str, *, cpu_flags: frozenset[str] | None = None, has_compiler: bool | None = None) -> list[str]:
     """What is slower here than it could be, each with what it means and what would help."""
     if attention == "reference":
         return ["The reference attention was asked for: right, but slow."]
-    found = next(filter(None, map(shutil.which, _COMPILERS)), None) if compiler == "look" else compiler
-    if found is None and attention == "auto":
+    if has_compiler is None:
+        has_compiler = find_compiler() is not None
+    if not has_compiler and attention == "auto":
         return [
             "No C++ compiler (g++): the reference attention is used, which is right but slow. "
             "On Debian or Ubuntu: apt-get install g++"

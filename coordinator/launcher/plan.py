@@ -18,11 +18,10 @@ from common.config import (
     NodeConfig,
 )
 from common.fields import settings_of
+from common.model import store
 from coordinator.launcher.base import ChildSpec
 
-DEMO_MODEL = "demo"
-
-_DEMO = ModelConfig(model=DEMO_MODEL)
+_DEMO = ModelConfig(model=store.DEMO)
 _ENGINE = EngineConfig()
 
 # Every library that starts threads of its own must keep to the node's share of the cores.

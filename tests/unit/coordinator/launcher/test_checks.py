@@ -22,19 +22,20 @@ def test_free_ports_are_free() -> None:
 
 def test_too_little_memory_is_said_in_figures() -> None:
     with pytest.raises(ConfigError, match=r"2 nodes need about 3\.\d GB .* 1\.0 GB are free.*--kv-cache-memory"):
-        checks.require_memory(weight_bytes=10**9, pool_bytes=10**9 // 2, num_nodes=2, available_bytes=10**9)
+        checks.require_memory(shared_bytes=10**9, node_bytes=10**9 // 2, num_nodes=2, available_bytes=10**9)
 
 
-def test_weights_count_once_however_many_nodes_share_them() -> None:
-    checks.require_memory(weight_bytes=10**9, pool_bytes=0, num_nodes=4, available_bytes=3 * 10**9)
+def test_weights_that_nodes_share_count_once() -> None:
+    checks.require_memory(shared_bytes=10**9, node_bytes=0, num_nodes=4, available_bytes=3 * 10**9)
     with pytest.raises(ConfigError):
-        checks.require_memory(weight_bytes=10**9, pool_bytes=0, num_nodes=4, available_bytes=2 * 10**9)
+        checks.require_memory(shared_bytes=0, node_bytes=10**9, num_nodes=4, available_bytes=3 * 10**9)
 
 
-def test_too_little_disk_is_said_also_for_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
-    checks.require_disk(tmp_path / "a" / "b", 1)
-    with pytest.raises(ConfigError, match=r"too little disk: .*BATON_CACHE"):
-        checks.require_disk(tmp_path / "a" / "b", 1 << 60)
+def test_weights_are_shared_in_the_type_they_are_stored_in_and_private_in_another(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    assert checks.weight_bytes(tmp_path, "bfloat16") == (1000, 0)
+    assert checks.weight_bytes(tmp_path, "float32") == (0, 2000)
 
 
 def test_some_memory_is_available() -> None:
@@ -42,14 +43,20 @@ def test_some_memory_is_available() -> None:
 
 
 def test_a_missing_compiler_is_noted_with_what_it_costs() -> None:
-    [note] = checks.notes("auto", cpu_flags=frozenset({"avx2", "avx512f"}), compiler=None)
+    [note] = checks.notes("auto", cpu_flags=frozenset({"avx2", "avx512f"}), has_compiler=False)
     assert "reference attention" in note
     assert "g++" in note
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="x86-64 vector extensions")
 def test_a_cpu_without_avx512_is_noted_with_the_kernel_that_is_used() -> None:
-    gcc = "/usr/bin/g++"
-    assert checks.notes("auto", cpu_flags=frozenset({"avx2", "avx512f"}), compiler=gcc) == []
-    assert "AVX2 attention kernel" in checks.notes("auto", cpu_flags=frozenset({"avx2"}), compiler=gcc)[0]
-    assert "plain vector code" in checks.notes("auto", cpu_flags=frozenset(), compiler=gcc)[0]
+    assert checks.notes("auto", cpu_flags=frozenset({"avx2", "avx512f"}), has_compiler=True) == []
+    assert "AVX2 attention kernel" in checks.notes("auto", cpu_flags=frozenset({"avx2"}), has_compiler=True)[0]
+    assert "plain vector code" in checks.notes("auto", cpu_flags=frozenset(), has_compiler=True)[0]
+
+
+def test_cxx_chooses_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    assert checks.find_compiler() is None
+    monkeypatch.setenv("CXX", "sh -O2")
+    assert checks.find_compiler() is not None
