@@ -20,7 +20,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from common import process, telemetry
+from common import telemetry
 from common.errors import ConfigError
 from common.fields import Setting, settings_of
 from common.settings import load
@@ -62,6 +62,8 @@ def process_command(name: str, kind: type[Any], target: str, *, help: str) -> Ca
             telemetry.configure(label, log_format=given["log_format"], level=given["log_level"])
         except ConfigError as error:
             fail(error)
+        from common import process  # brings asyncio: 60 ms that --help need not pay
+
         main = functools.partial(_start, target, config)
         raise SystemExit(process.run(main, parent_pipe=config.parent_pipe))
 
