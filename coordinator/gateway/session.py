@@ -1,6 +1,6 @@
 """One HTTP request's life: routed, attempted, perhaps attempted again, ended exactly once.
 
-    CREATED ──> ROUTING ──> WAITING ──> STREAMING ──> ENDED (finished | failed | cancelled)
+    PREPARING ─> ROUTING ──> WAITING ──> STREAMING ──> ENDED (finished | failed | cancelled)
                  ▲  │          │            │           ▲
                  │  └──────────┼────────────┼───────────┘
                  └─────────────┴────────────┘  the attempt failed, another node may do better
@@ -38,7 +38,7 @@ from common.messages import FinishReason, Generate, Incarnation, NodeAddress, Re
 
 
 class SessionStatus(StrEnum):
-    CREATED = "created"
+    PREPARING = "preparing"
     ROUTING = "routing"
     WAITING = "waiting"
     STREAMING = "streaming"
@@ -46,7 +46,7 @@ class SessionStatus(StrEnum):
 
 
 _MOVES: dict[SessionStatus, tuple[SessionStatus, ...]] = {
-    SessionStatus.CREATED: (SessionStatus.ROUTING, SessionStatus.ENDED),
+    SessionStatus.PREPARING: (SessionStatus.ROUTING, SessionStatus.ENDED),
     SessionStatus.ROUTING: (SessionStatus.WAITING, SessionStatus.ROUTING, SessionStatus.ENDED),
     SessionStatus.WAITING: (SessionStatus.STREAMING, SessionStatus.ROUTING, SessionStatus.ENDED),
     SessionStatus.STREAMING: (SessionStatus.ROUTING, SessionStatus.ENDED),
@@ -194,7 +194,7 @@ class Session:
     created_s: float
     deadline_s: float
     max_attempts: int
-    status: SessionStatus = SessionStatus.CREATED
+    status: SessionStatus = SessionStatus.PREPARING
     outcome: Outcome | None = None
     delivered: list[int] = field(default_factory=list)
     attempt: int = 0
@@ -344,7 +344,7 @@ class Session:
         return self.routed.decode.incarnation
 
     def _cancel(self) -> list[SessionCommand]:
-        return [] if self.status is SessionStatus.CREATED else [CancelAttempt(self.attempt)]
+        return [] if self.status is SessionStatus.PREPARING else [CancelAttempt(self.attempt)]
 
     def _finish(self, at_s: float, reason: FinishReason, why: str) -> list[SessionCommand]:
         self._end(at_s, Outcome.FINISHED, why)

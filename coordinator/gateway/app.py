@@ -1,0 +1,263 @@
+"""The HTTP routes. Thin: parse, hand over, answer; what goes wrong becomes OpenAI's error shape at one place.
+
+aiohttp runs one task a request and cancels it when the connection is lost (`handler_cancellation`), while
+nothing is being written too: that is how a client that hangs up ends everything it caused, at once.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from aiohttp import web
+
+from common import telemetry
+from common.clock import Clock, new_id
+from common.config import GatewayConfig
+from common.errors import BatonError, InternalError, ModelNotFoundError
+from common.messages import RequestId
+from common.model.tokenizer import Tokenizer
+from common.rpc.base import Client
+from coordinator.gateway import openai, replies
+from coordinator.gateway.answers import Envelope, StreamAnswer, WholeAnswer, json_response
+from coordinator.gateway.metrics import CONTENT_TYPE, GatewayMetrics
+from coordinator.gateway.overview import cluster_overview
+from coordinator.gateway.relay import Relay
+from coordinator.gateway.session import Session
+from coordinator.gateway.stream import TextStream
+from coordinator.gateway.watch import ClusterWatch
+
+log = telemetry.logger(__name__)
+
+BODY_TIMEOUT_S = 60.0
+"""For a client to send its whole body."""
+LONG_BODY_BYTES = 16 << 10
+"""Beyond this a prompt is tokenised on a thread: it would hold up everybody's tokens."""
+MAX_LABEL_CHARS = 128
+
+_Respond = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Gateway:
+    """Everything the routes share."""
+
+    def __init__(
+        self, config: GatewayConfig, *, tokenizer: Tokenizer, cluster: ClusterWatch, client: Client, clock: Clock
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._cluster = cluster
+        self._client = client
+        self._clock = clock
+        self._created = int(time.time())
+        self._page = (Path(__file__).parent / "page" / "index.html").read_text(encoding="utf-8")
+        self.metrics = GatewayMetrics()
+        self.num_in_flight = 0
+        self.is_stopping = False
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._edge], client_max_size=self._config.max_body_bytes)
+        app.router.add_post("/v1/chat/completions", self.chat_completions)
+        app.router.add_post("/v1/completions", self.completions)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/v1/models/{id:.+}", self.model)
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/ready", self.ready)
+        app.router.add_get("/metrics", self.show_metrics)
+        app.router.add_get("/cluster", self.show_cluster)
+        app.router.add_get("/", self.show_page)
+        return app
+
+    # --- answers ------------------------------------------------------------------------------------------
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, openai.parse_chat)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, openai.parse_completion)
+
+    async def _generate(self, request: web.Request, parse: Callable[[bytes], openai.Asked]) -> web.StreamResponse:
+        arrived_s = self._clock.now_s()
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            body = await request.read()
+        asked = parse(body)
+        openai.check_model(asked, self._cluster.model)
+        if len(body) > LONG_BODY_BYTES:
+            prompt = await asyncio.to_thread(openai.tokenize, asked, self._tokenizer)
+        else:
+            prompt = openai.tokenize(asked, self._tokenizer)
+        session = self._session(asked, prompt, arrived_s)
+        stop_ids = session.sampling.stop_token_ids
+        text = TextStream(self._tokenizer.detokenizer([] if asked.is_chat else prompt), asked.stop, stop_ids)
+        envelope = Envelope(
+            session, is_chat=asked.is_chat, created=int(time.time()), label=_label(request) or session.id
+        )
+        answer = self._answer(request, asked, envelope, text)
+        self.num_in_flight += 1
+        try:
+            return await self._serve(request, session, answer)
+        finally:
+            self.num_in_flight -= 1
+            answer.close()
+            self._account(request, session, answer.error, num_output_tokens=text.num_tokens)
+
+    def _session(self, asked: openai.Asked, prompt: list[int], arrived_s: float) -> Session:
+        max_model_len = self._cluster.max_model_len or self._tokenizer.max_model_len or len(prompt) + 1
+        sampling = openai.sampling_of(
+            asked,
+            num_prompt_tokens=len(prompt),
+            max_model_len=max_model_len,
+            eos=self._tokenizer.eos_token_ids,
+            seed=secrets.randbits(63),
+        )
+        return Session(
+            id=RequestId(new_id()),
+            model=self._cluster.model,
+            prompt=prompt,
+            sampling=sampling,
+            created_s=arrived_s,
+            deadline_s=arrived_s + self._config.request_timeout_s,
+            max_attempts=self._config.max_attempts,
+        )
+
+    def _answer(
+        self, request: web.Request, asked: openai.Asked, envelope: Envelope, text: TextStream
+    ) -> WholeAnswer | StreamAnswer:
+        if not asked.stream:
+            return WholeAnswer(envelope, text)
+        return StreamAnswer(
+            request,
+            envelope,
+            text,
+            include_usage=asked.include_usage,
+            keep_alive_s=self._config.keep_alive_s,
+            clock=self._clock,
+        )
+
+    async def _serve(
+        self, request: web.Request, session: Session, answer: WholeAnswer | StreamAnswer
+    ) -> web.StreamResponse:
+        relay = Relay(
+            session,
+            answer,
+            cluster=self._cluster,
+            client=self._client,
+            clock=self._clock,
+            metrics=self.metrics,
+        )
+        await relay.run()
+        try:
+            # A reader that does not take the end of its answer has until the request's deadline.
+            async with asyncio.timeout(max(1.0, session.deadline_s - self._clock.now_s())):
+                return await answer.response()
+        except TimeoutError as error:
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError("the client does not read") from error
+
+    def _account(
+        self, request: web.Request, session: Session, error: BatonError | None, *, num_output_tokens: int
+    ) -> None:
+        """The one line and the figures of a request that has ended."""
+        self.metrics.ended(session, num_output_tokens=num_output_tokens)
+        log.info(
+            "request ended",
+            request=session.id,
+            route=request.path,
+            outcome=session.outcome,
+            why=session.history[-1].why,
+            error=None if error is None else error.message,
+            prompt_tokens=len(session.prompt),
+            cached_tokens=session.cached_tokens,
+            output_tokens=num_output_tokens,
+            attempts=session.attempt,
+            **{f"{phase}_s": round(seconds, 4) for phase, seconds in session.phases().items()},
+        )
+
+    # --- models, health, the cluster ----------------------------------------------------------------------
+
+    async def models(self, request: web.Request) -> web.Response:
+        return json_response({"object": "list", "data": self._models()})
+
+    async def model(self, request: web.Request) -> web.Response:
+        for entry in self._models():
+            if entry["id"] == request.match_info["id"]:
+                return json_response(entry)
+        raise ModelNotFoundError(f"the model '{request.match_info['id']}' is not served here")
+
+    def _models(self) -> list[dict[str, object]]:
+        max_model_len = self._cluster.max_model_len
+        if max_model_len is None:
+            return []
+        return [replies.model_entry(self._cluster.model, created=self._created, max_model_len=max_model_len)]
+
+    async def health(self, request: web.Request) -> web.Response:
+        return json_response({"status": "ok"})
+
+    async def ready(self, request: web.Request) -> web.Response:
+        reason = "the gateway is stopping" if self.is_stopping else self._cluster.not_ready()
+        if reason is None:
+            return json_response({"ready": True})
+        return json_response({"ready": False, "reason": reason}, status=503)
+
+    async def show_metrics(self, request: web.Request) -> web.Response:
+        self.metrics.in_flight.set(self.num_in_flight)
+        return web.Response(body=self.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def show_cluster(self, request: web.Request) -> web.Response:
+        return json_response(cluster_overview(self._cluster, num_in_flight=self.num_in_flight))
+
+    async def show_page(self, request: web.Request) -> web.Response:
+        return web.Response(text=self._page, content_type="text/html")
+
+    # --- the edge -----------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _edge(self, request: web.Request, handler: _Respond) -> web.StreamResponse:
+        """Every error of a request ends here, as a status and a body in OpenAI's shape."""
+        status = replies.CLIENT_GONE
+        try:
+            response = await self._guarded(request, handler)
+            status = response.status
+            return response
+        finally:
+            resource = request.match_info.route.resource
+            route = "other" if resource is None else resource.canonical
+            self.metrics.requests.labels(route, str(status)).inc()
+
+    async def _guarded(self, request: web.Request, respond: _Respond) -> web.StreamResponse:
+        try:
+            return await respond(request)
+        except BatonError as error:
+            return _error_response(request, error)
+        except TimeoutError:
+            return json_response(replies.http_error_body("the body did not arrive in time"), status=408)
+        except web.HTTPRequestEntityTooLarge:
+            limit = self._config.max_body_bytes
+            return json_response(replies.http_error_body(f"the body is larger than {limit} bytes"), status=413)
+        except web.HTTPMethodNotAllowed as error:
+            allowed = ", ".join(sorted(error.allowed_methods))
+            body = replies.http_error_body(f"{request.method} {request.path} does not exist: use {allowed}")
+            return json_response(body, status=error.status, headers={"Allow": allowed})
+        except web.HTTPException as error:
+            return json_response(replies.http_error_body(f"{request.path}: {error.reason}"), status=error.status)
+        except ConnectionResetError:
+            raise
+        except Exception as error:
+            log.exception("request broke", route=request.path)
+            return _error_response(request, InternalError(f"the gateway failed on this request: {error!r}"))
+
+
+def _error_response(request: web.Request, error: BatonError) -> web.Response:
+    headers = replies.error_headers(error)
+    label = _label(request)
+    if label:
+        headers["x-request-id"] = label
+    return json_response(replies.error_body(error), status=replies.status_of(error), headers=headers)
+
+
+def _label(request: web.Request) -> str:
+    """The client's own id of the request: shown back to it, used for nothing."""
+    label = request.headers.get("X-Request-Id", "")
+    return label if len(label) <= MAX_LABEL_CHARS and label.isascii() and label.isprintable() else ""

@@ -1,0 +1,1 @@
+"""The page at `/`: the cluster at a glance, one self-contained file."""

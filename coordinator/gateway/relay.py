@@ -1,0 +1,174 @@
+"""Runs one session: its commands become calls, what the calls bring becomes events and answers.
+
+The task that runs a relay is the request. Cancelling it (the client hung up) leaves the context of the one call
+that is open, which cancels that call, its node and everything below.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Protocol, assert_never
+
+from common import telemetry
+from common.clock import Clock
+from common.errors import BatonError, InternalError
+from common.messages import FinishReason, ItemBody, Tokens
+from common.rpc.base import Client, OutgoingCall
+from coordinator.gateway.metrics import GatewayMetrics
+from coordinator.gateway.session import (
+    AskRoute,
+    AttemptEnded,
+    AttemptFailed,
+    CancelAttempt,
+    ClientGone,
+    DeadlinePassed,
+    Deliver,
+    Fail,
+    Finish,
+    OpenAttempt,
+    Prepared,
+    RouteArrived,
+    RouteRefused,
+    Session,
+    SessionCommand,
+    SessionStatus,
+    StopStringFound,
+    TokensArrived,
+)
+from coordinator.gateway.watch import ClusterWatch
+
+log = telemetry.logger(__name__)
+
+END_PATIENCE_S = 0.5
+"""How long a finished attempt may take to end by itself; then it is cancelled."""
+
+
+class Answer(Protocol):
+    """Where a session's tokens go. ConnectionResetError means that nobody is there any more."""
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string was found: no more tokens are wanted."""
+        ...
+
+    async def deliver(self, tokens: list[int]) -> None: ...
+
+    async def finish(self, reason: FinishReason) -> None: ...
+
+    async def fail(self, error: BatonError) -> None: ...
+
+
+class Relay:
+    """One request on its way through the cluster."""
+
+    def __init__(
+        self,
+        session: Session,
+        answer: Answer,
+        *,
+        cluster: ClusterWatch,
+        client: Client,
+        clock: Clock,
+        metrics: GatewayMetrics,
+    ) -> None:
+        self._session = session
+        self._answer = answer
+        self._cluster = cluster
+        self._client = client
+        self._clock = clock
+        self._metrics = metrics
+        self._last_token_s: float | None = None
+
+    async def run(self) -> None:
+        """Until the session has ended. Raises CancelledError or ConnectionResetError if the client has gone."""
+        session = self._session
+        try:
+            async with asyncio.timeout(session.deadline_s - self._clock.now_s()) as deadline:
+                await self._work(session.handle(Prepared(self._clock.now_s())))
+        except (asyncio.CancelledError, ConnectionResetError):
+            session.handle(ClientGone(self._clock.now_s()))
+            raise
+        except Exception as error:  # an edge: one request's bug is its own
+            now_s = self._clock.now_s()
+            if isinstance(error, TimeoutError) and deadline.expired():
+                await self._work(session.handle(DeadlinePassed(now_s)))
+                return
+            log.exception("relay broke", request=session.id)
+            failure = InternalError(f"the gateway failed on this request: {error!r}")
+            commands = session.handle(AttemptFailed(now_s, session.attempt, failure))
+            await self._work(commands or [Fail(failure)])
+
+    async def _work(self, commands: list[SessionCommand]) -> None:
+        while commands:
+            commands = await self._execute(commands)
+
+    async def _execute(self, commands: list[SessionCommand]) -> list[SessionCommand]:
+        """Run commands in order; returns those that their outcome led to."""
+        following: list[SessionCommand] = []
+        for command in commands:
+            match command:
+                case Deliver(tokens):
+                    await self._deliver(tokens)
+                case AskRoute():
+                    following = await self._route(command)
+                case OpenAttempt():
+                    following = await self._attempt(command)
+                case CancelAttempt():
+                    pass  # whoever caused it has left the call's context, or is about to
+                case Finish(reason):
+                    await self._answer.finish(reason)
+                case Fail(error):
+                    await self._answer.fail(error)
+                case _:
+                    assert_never(command)
+        return following
+
+    async def _route(self, command: AskRoute) -> list[SessionCommand]:
+        try:
+            routed, digest = await self._cluster.route(command.body)
+        except BatonError as error:
+            return self._session.handle(RouteRefused(self._clock.now_s(), command.attempt, error))
+        return self._session.handle(RouteArrived(self._clock.now_s(), command.attempt, routed, digest))
+
+    async def _attempt(self, command: OpenAttempt) -> list[SessionCommand]:
+        call = self._client.open(
+            command.node.address,
+            command.body,
+            incarnation=command.node.incarnation,
+            timeout_s=max(0.0, self._session.deadline_s - self._clock.now_s()),
+        )
+        try:
+            async with call:
+                return await self._relay(call, command.attempt)
+        except BatonError as error:
+            return self._session.handle(AttemptFailed(self._clock.now_s(), command.attempt, error))
+
+    async def _relay(self, call: OutgoingCall, attempt: int) -> list[SessionCommand]:
+        session, answer, now_s = self._session, self._answer, self._clock.now_s
+        items = aiter(call)
+        async for item in items:
+            assert isinstance(item, Tokens)
+            await self._execute(session.handle(TokensArrived(now_s(), attempt, item)))
+            if session.status is SessionStatus.ENDED:
+                await self._end_of(items)
+                return []
+            if answer.stopped:
+                return session.handle(StopStringFound(now_s()))
+        return session.handle(AttemptEnded(now_s(), attempt))
+
+    async def _end_of(self, items: AsyncIterator[ItemBody]) -> None:
+        """Let the node end a finished call: its End mostly came along, and spares both sides a Cancel."""
+        # The answer is whole: how its call ends is no news for anybody.
+        with suppress(TimeoutError, BatonError):
+            async with asyncio.timeout(END_PATIENCE_S):
+                async for _ in items:
+                    pass
+
+    async def _deliver(self, tokens: list[int]) -> None:
+        now_s = self._clock.now_s()
+        if self._last_token_s is None:
+            self._metrics.ttft.observe(now_s - self._session.created_s)
+        else:
+            self._metrics.itl.observe(now_s - self._last_token_s)
+        self._last_token_s = now_s
+        await self._answer.deliver(tokens)
