@@ -7,6 +7,8 @@ prompt's bytes (decode), or computed and held for its reader (prefill). Leases a
 
 from dataclasses import dataclass
 
+import msgspec
+
 from common.engine.request import EngineRequest, Progress
 from common.messages import BlockId, RequestId
 
@@ -85,8 +87,7 @@ Event = Reserved | Stepped | Failed | Starved
 # --- read by the shell at any time --------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
+class EngineStats(msgspec.Struct, frozen=True):
     """The engine as its thread last left it. Counts from `num_steps` on only grow.
 
     `num_waiting` are requests and reservations without a place, `num_waiting_tokens` what is still to be computed

@@ -2,10 +2,14 @@
 
 Only computed against total tokens: a fresh prompt has 0 computed, a decode request arrives with its
 prompt computed by another node, a pre-empted one has lost its computed tokens.
+
+What is made for each request in each step is a msgspec struct: frozen, at a tenth of a dataclass's price.
 """
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+import msgspec
 
 from common.messages import BlockHash, BlockId, BlockRef, FinishReason, RequestId, Sampling
 
@@ -58,8 +62,7 @@ class EngineRequest:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     """One request's share of a step: tokens `start .. start + num_tokens`; `samples` if they reach the end."""
 
     request: EngineRequest
@@ -77,8 +80,7 @@ class StepPlan:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True):
     """What a step did for one request: tokens computed so far, and the new token if it drew one."""
 
     request: RequestId

@@ -26,13 +26,10 @@ is a prompt, whether it never ran, lost its blocks or came with some of them; th
    first, at least a block between them. The limits are tokens and, through `Pace`, seconds.
 """
 
-from bisect import insort
-from collections import deque
-from operator import attrgetter
-
 from common.engine.leases import Lease, Leases
 from common.engine.pace import Pace
 from common.engine.request import Chunk, EngineRequest, Progress, Status, StepPlan
+from common.engine.roster import Roster
 from common.errors import ContextLengthError, InvalidTransition, RequestError
 from common.kv_cache.block_pool import BlockPool
 from common.kv_cache.prefix_cache import cached_prefix, extend_hashes
@@ -40,8 +37,6 @@ from common.messages import BlockHash, RequestId
 
 _FIRST_STEP_BLOCKS = 8
 """A prompt's first chunk while nothing is known of the model's speed."""
-
-_by_arrival = attrgetter("arrival")
 
 
 class Scheduler:
@@ -64,7 +59,6 @@ class Scheduler:
     ) -> None:
         self._pool = pool
         self._block_size = block_size
-        self._max_running = min(max_running, max_step_tokens)
         self._max_step_tokens = max_step_tokens
         self._max_step_s = max_step_s
         self._max_model_len = max_model_len
@@ -72,10 +66,7 @@ class Scheduler:
         self._root = root
         self._pace = Pace(_FIRST_STEP_BLOCKS * block_size)
         self._leases = Leases(pool, block_size, root)
-        self._requests: dict[RequestId, EngineRequest] = {}
-        self._running: list[EngineRequest] = []  # by arrival, like the two queues
-        self._ready: list[EngineRequest] = []  # waiting for a place, holding blocks
-        self._waiting: deque[EngineRequest] = deque()  # waiting for a place and blocks
+        self._roster = Roster(min(max_running, max_step_tokens))
         self._arrivals = 0
         self._computes_prompts = False  # the last plan did
         self.starving = False
@@ -88,11 +79,11 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._roster.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._ready) + self._leases.num_queued
+        return len(self._roster.waiting) + len(self._roster.ready) + self._leases.num_queued
 
     @property
     def num_leased_blocks(self) -> int:
@@ -101,7 +92,7 @@ class Scheduler:
     @property
     def ids(self) -> list[RequestId]:
         """Everything that has anything here: requests, leases, queued reservations."""
-        return [*self._requests, *self._leases.ids]
+        return [*self._roster.requests, *self._leases.ids]
 
     def fits_alone(self, num_tokens_max: int) -> bool:
         """Whether a request that may reach so many tokens can finish here; the last one drawn needs no block."""
@@ -122,33 +113,23 @@ class Scheduler:
         Without one its `num_computed` counts for nothing. RequestError if it is not whole or could never finish.
         """
         self._check_new(request.id, lease=True)
-        if not 0 <= request.num_computed < len(request.tokens):
-            raise RequestError(f"{request.num_computed} of {len(request.tokens)} tokens computed: none left to run")
-        if len(request.tokens) >= self._max_model_len or not self.fits_alone(self._longest(request)):
-            raise ContextLengthError(
-                f"{self._longest(request)} tokens exceed {self._pool.num_blocks} blocks of {self._block_size} "
-                f"or the model's {self._max_model_len}"
-            )
         lease = self._leases.peek(request.id)
-        if lease is not None and self._blocks_for(request.num_computed) > len(lease.blocks):
-            raise RequestError(f"{request.num_computed} tokens computed in {len(lease.blocks)} blocks")
-        if lease is not None and request.keep_blocks:
-            raise RequestError("a request that keeps its blocks gets them whole (rule 4), it brings none")
+        self._check(request, lease)
+        request.hashes = [] if lease is None else lease.hashes
+        if self._root is not None:
+            extend_hashes(request.hashes, request.tokens, self._block_size, self._root)
         self._leases.take(request.id)
-        request.status = Status.WAITING
-        request.num_announced = 0
-        self._requests[request.id] = request
         if lease is None:
             request.blocks, request.num_computed = [], 0
             request.arrival = self._next_arrival()
-            self._waiting.append(request)
         else:
             self._adopt(request, lease)
+        self._roster.add(request)
         self.num_uncomputed_tokens += request.num_uncomputed
 
     def release(self, id: RequestId) -> bool:
         """Free all that this id has, whatever it is doing. Idempotent. True if a lease ended."""
-        request = self._requests.get(id)
+        request = self._roster.requests.get(id)
         if request is not None:
             self._remove(request)
             self._pool.free(request.blocks)
@@ -159,12 +140,12 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step's chunks: decodes, then prompts, each by arrival. Empty if nothing can run now."""
-        self._seat_ready()
+        self._roster.seat_ready()
         self._grow_running()
         block_size = self._block_size
         chunks: list[Chunk] = []
         prompts: list[EngineRequest] = []
-        for request in self._running:
+        for request in self._roster.running:
             total = len(request.tokens)
             if total > len(request.blocks) * block_size:
                 continue  # pauses: rule 3
@@ -179,15 +160,16 @@ class Scheduler:
         while left > 0 and (admitted := self._admit_next()):
             left = self._add_chunk(chunks, admitted, left)
         self._computes_prompts = len(chunks) > num_decodes
-        self.starving = not chunks and bool(self._running)
+        self.starving = not chunks and bool(self._roster.running)
         return StepPlan(tuple(chunks))
 
     def grant(self) -> tuple[RequestId, Lease] | None:
         """The oldest reservation, if no request without blocks is older and it fits beside the running ones."""
         first = self._leases.first_arrival
-        if first is None or (self._waiting and self._waiting[0].arrival < first):
+        waiting = self._roster.waiting
+        if first is None or (waiting and waiting[0].arrival < first):
             return None
-        return self._leases.grant(spare=len(self._running) + len(self._ready))
+        return self._leases.grant(spare=len(self._roster.running) + len(self._roster.ready))
 
     def update(self, plan: StepPlan, tokens: list[int]) -> tuple[Progress, ...]:
         """Book an executed plan; `tokens` has one for each chunk that samples, in plan order.
@@ -209,17 +191,9 @@ class Scheduler:
 
     # --- places and blocks -----------------------------------------------------------------------------
 
-    def _seat_ready(self) -> None:
-        while self._ready and len(self._running) < self._max_running:
-            self._seat(self._ready.pop(0))
-
-    def _seat(self, request: EngineRequest) -> None:
-        request.status = Status.RUNNING
-        insort(self._running, request, key=_by_arrival)
-
     def _grow_running(self) -> None:
         block_size = self._block_size
-        for request in tuple(self._running):
+        for request in tuple(self._roster.running):
             if len(request.tokens) > len(request.blocks) * block_size and request.status is Status.RUNNING:
                 self._grow(request)
 
@@ -227,68 +201,52 @@ class Scheduler:
         """Rules 2 and 3; without success the request keeps what it has."""
         missing = self._blocks_for(len(request.tokens)) - len(request.blocks)
         while (blocks := self._pool.allocate(missing)) is None:
-            victim = self._latest_after(request)
+            victim = self._roster.latest_after(request)
             if victim is None:
                 return
             self._preempt(victim)
         request.blocks.extend(blocks)
 
-    def _latest_after(self, request: EngineRequest) -> EngineRequest | None:
-        for victim in reversed(self._ready):
-            if not victim.keep_blocks:
-                return victim
-        for victim in reversed(self._running):
-            if victim is request:
-                return None
-            if not victim.keep_blocks:
-                return victim
-        return None
-
     def _preempt(self, victim: EngineRequest) -> None:
-        (self._running if victim.status is Status.RUNNING else self._ready).remove(victim)
         self._pool.free(victim.blocks)
         self.num_uncomputed_tokens += victim.num_computed
         self.num_preemptions += 1
         victim.blocks, victim.num_computed = [], 0
         victim.num_preemptions += 1
-        victim.status = Status.WAITING
-        insort(self._waiting, victim, key=_by_arrival)
+        self._roster.send_back(victim)
 
     def _admit_next(self) -> EngineRequest | None:
         """Give the longest waiting request its place and blocks, unless an older reservation is before it."""
-        if not self._waiting or len(self._running) >= self._max_running:
+        roster = self._roster
+        if not roster.waiting or roster.full:
             return None
-        request = self._waiting[0]
+        request = roster.waiting[0]
         first = self._leases.first_arrival
         if first is not None and first < request.arrival:
             return None
-        if self._root is not None:
-            extend_hashes(request.hashes, request.tokens, self._block_size, self._root)
         shared = cached_prefix(self._pool, request.hashes, len(request.tokens), self._block_size)
         whole = self._admit_whole or request.keep_blocks
         need = self._blocks_for(self._longest(request) - 1 if whole else len(request.tokens))
-        blocks = self._pool.claim(shared, need - len(shared), spare=0 if whole or not self._running else 1)
+        blocks = self._pool.claim(shared, need - len(shared), spare=0 if whole or not roster.running else 1)
         if blocks is None:
             return None
-        self._waiting.popleft()
+        roster.seat_waiting()
         request.blocks = blocks
         request.num_computed = len(shared) * self._block_size
         self.num_cached_tokens += request.num_computed
         self.num_uncomputed_tokens -= request.num_computed
         if request.num_preemptions == 0:
             request.num_cached = request.num_computed
-        self._seat(request)
         return request
 
     def _adopt(self, request: EngineRequest, lease: Lease) -> None:
         """The lease's blocks, those whose bytes have landed now offered to others as well."""
-        request.blocks, request.hashes = lease.blocks, lease.hashes
+        request.blocks = lease.blocks
         # Shared blocks are complete by definition, whatever the request says; nobody may write to them.
         request.num_computed = max(request.num_computed, lease.num_cached)
         self.num_cached_tokens += lease.num_cached
         request.arrival = lease.arrival
         self._name_blocks(request, lease.num_cached // self._block_size)
-        insort(self._ready, request, key=_by_arrival)
 
     # --- the step's share ------------------------------------------------------------------------------
 
@@ -355,15 +313,8 @@ class Scheduler:
     # --- small ones ------------------------------------------------------------------------------------
 
     def _remove(self, request: EngineRequest) -> None:
-        del self._requests[request.id]
         self.num_uncomputed_tokens -= request.num_uncomputed
-        if request.status is Status.RUNNING:
-            self._running.remove(request)
-        elif request.blocks:
-            self._ready.remove(request)
-        else:
-            self._waiting.remove(request)
-        request.status = Status.ENDED
+        self._roster.remove(request)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
@@ -378,25 +329,30 @@ class Scheduler:
         return self._arrivals
 
     def _check_new(self, id: RequestId, *, lease: bool = False) -> None:
-        if id in self._requests or (not lease and id in self._leases):
+        if id in self._roster.requests or (not lease and id in self._leases):
             raise InvalidTransition(f"request {id} is already here")
 
+    def _check(self, request: EngineRequest, lease: Lease | None) -> None:
+        num_tokens, longest = len(request.tokens), self._longest(request)
+        if not 0 <= request.num_computed < num_tokens:
+            raise RequestError(f"{request.num_computed} of {num_tokens} tokens computed: none left to run")
+        if num_tokens >= self._max_model_len or not self.fits_alone(longest):
+            raise ContextLengthError(
+                f"{num_tokens} tokens that may become {longest} exceed {self._pool.num_blocks} blocks of "
+                f"{self._block_size} or a context of {self._max_model_len}"
+            )
+        if lease is not None and self._blocks_for(request.num_computed) > len(lease.blocks):
+            raise RequestError(f"{request.num_computed} tokens computed in {len(lease.blocks)} blocks")
+        if lease is not None and request.keep_blocks:
+            raise RequestError("a request that keeps its blocks gets them whole (rule 4), it brings none")
+
     def check_invariants(self) -> None:
-        held = [*self._running, *self._ready]
-        self._pool.check_invariants([*(request.blocks for request in held), *self._leases.tables()])
+        self._roster.check_invariants()
         self._leases.check_invariants()
-        assert {id(one) for one in self._requests.values()} == {id(one) for one in [*held, *self._waiting]}
-        for queue in (self._running, self._ready, list(self._waiting)):
-            arrivals = [request.arrival for request in queue]
-            assert arrivals == sorted(set(arrivals)), "out of order"
-        assert all(request.status is Status.RUNNING for request in self._running)
-        assert len(self._running) <= self._max_running
-        for request in [*self._ready, *self._waiting]:
-            assert request.status is Status.WAITING
-        for request in self._waiting:
-            assert not request.blocks
-            assert request.num_computed == 0
+        held = [*self._roster.running, *self._roster.ready]
+        self._pool.check_invariants([*(request.blocks for request in held), *self._leases.tables()])
         for request in held:
             assert request.num_computed < len(request.tokens)
             assert self._blocks_for(request.num_computed) <= len(request.blocks)
-        assert self.num_uncomputed_tokens == sum(request.num_uncomputed for request in self._requests.values())
+        requests = self._roster.requests.values()
+        assert self.num_uncomputed_tokens == sum(request.num_uncomputed for request in requests)

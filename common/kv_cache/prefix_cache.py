@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from struct import Struct
+from struct import error as PackError
 
+from common.errors import RequestError
 from common.kv_cache.block_pool import BlockPool
 from common.messages import BlockHash, BlockId
 
@@ -26,18 +28,25 @@ def root_hash(*, model_digest: str, adapter_digest: str = "", tenant_salt: bytes
 
 
 def hash_blocks(tokens: Sequence[int], block_size: int, root: BlockHash) -> list[BlockHash]:
-    """One hash for each full block of `tokens` (ids below 2**32)."""
+    """One hash for each full block of `tokens`. RequestError if a token id is no 32-bit number."""
     hashes: list[BlockHash] = []
     extend_hashes(hashes, tokens, block_size, root)
     return hashes
 
 
 def extend_hashes(hashes: list[BlockHash], tokens: Sequence[int], block_size: int, root: BlockHash) -> None:
-    """Append the hashes of the full blocks of `tokens` that `hashes` does not cover yet."""
+    """Append the hashes of the full blocks of `tokens` that `hashes` does not cover yet.
+
+    RequestError if a token id is no 32-bit number.
+    """
     pack = _packer(block_size).pack
     last = hashes[-1] if hashes else root
     for end in range((len(hashes) + 1) * block_size, len(tokens) + 1, block_size):
-        last = BlockHash(blake2b(last + pack(*tokens[end - block_size : end]), digest_size=HASH_BYTES).digest())
+        try:
+            packed = pack(*tokens[end - block_size : end])
+        except PackError as error:
+            raise RequestError(f"a token id before position {end} is no 32-bit number") from error
+        last = BlockHash(blake2b(last + packed, digest_size=HASH_BYTES).digest())
         hashes.append(last)
 
 
