@@ -48,7 +48,7 @@ async def serve(config: UpConfig, network: Network) -> None:
         port=config.port or checks.free_port(config.host),
         model=dataclasses.replace(config.model, model=str(model), served_name=served_name(config.model)),
     )
-    plan = make_plan(config, coordinator=_coordinator_endpoint(), num_cores=checks.usable_cores())
+    plan = make_plan(config, coordinator=_coordinator_endpoint(), num_cores=checks.usable_cores(), env=os.environ)
     async with contextlib.AsyncExitStack() as resources:
         client = network.client(node=NodeId("up"), incarnation=Incarnation(new_id()))
         resources.push_async_callback(client.close)

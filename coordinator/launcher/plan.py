@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -19,6 +19,7 @@ from common.config import (
 )
 from common.fields import settings_of
 from common.model import store
+from common.settings import load
 from coordinator.launcher.base import ChildSpec
 
 _DEMO = ModelConfig(model=store.DEMO)
@@ -57,23 +58,26 @@ class Plan:
     url: str
 
 
-def make_plan(config: UpConfig, *, coordinator: str, num_cores: int) -> Plan:
-    """`coordinator` is a free endpoint, `num_cores` what this process may use; `config.port` is a real port."""
+def make_plan(config: UpConfig, *, coordinator: str, num_cores: int, env: Mapping[str, str]) -> Plan:
+    """`coordinator` is a free endpoint, `num_cores` what this process may use; `config.port` is a real port.
+
+    `env` is what the children inherit: what it sets for a coordinator or a gateway counts, where `config` has no word
+    for it.
+    """
     threads = config.model.threads or max(1, num_cores // config.num_nodes)
-    env = dict.fromkeys(_THREAD_VARIABLES, str(threads))
-    nodes = [("prefill", n) for n in range(config.prefill)] + [("decode", n) for n in range(config.decode)]
-    gateway = GatewayConfig(
-        model=config.model.model,
-        served_name=config.model.served_name,
-        host=config.host,
-        port=config.port,
-        coordinators=(coordinator,),
-    )
+    gateway_flags = {
+        "model": config.model.model,
+        "served_name": config.model.served_name,
+        "host": config.host,
+        "port": str(config.port),
+        "coordinators": [coordinator],
+    }
     children = [
-        _child("coordinator", "coordinator", CoordinatorConfig(listen=coordinator)),
-        _child("gateway", "coordinator.gateway", gateway),
+        _child("coordinator", "coordinator", load(CoordinatorConfig, env=env, flags={"listen": coordinator}), env),
+        _child("gateway", "coordinator.gateway", load(GatewayConfig, env=env, flags=gateway_flags), env),
     ]
-    for role, number in nodes:
+    roles = [("prefill", n) for n in range(config.prefill)] + [("decode", n) for n in range(config.decode)]
+    for role, number in roles:
         node = NodeConfig(
             name=f"{role}-{number}",
             model=dataclasses.replace(config.model, threads=threads),
@@ -81,23 +85,23 @@ def make_plan(config: UpConfig, *, coordinator: str, num_cores: int) -> Plan:
             transport=config.transport,
             coordinators=(coordinator,),
         )
-        children.append(_child(node.name, f"{role}_node", node, env=env))
-    host = f"[{config.host}]" if ":" in config.host else config.host
+        children.append(_child(node.name, f"{role}_node", node, env, dict.fromkeys(_THREAD_VARIABLES, str(threads))))
+    host = "127.0.0.1" if config.host in ("", "0.0.0.0") else f"[{config.host}]" if ":" in config.host else config.host
     return Plan(
         children=tuple(children),
-        nodes=tuple(f"{role}-{number}" for role, number in nodes),
+        nodes=tuple(f"{role}-{number}" for role, number in roles),
         coordinator=coordinator,
-        url=f"http://{'127.0.0.1' if config.host in ('0.0.0.0', '') else host}:{config.port}",
+        url=f"http://{host}:{config.port}",
     )
 
 
-def flags_of(config: Any) -> Iterator[str]:
-    """The flags that make a process load `config`: those whose value is not the default."""
+def flags_of(config: Any, env: Mapping[str, str]) -> Iterator[str]:
+    """The flags that make a process in this environment load `config`; what is the default anyway needs none."""
     for setting in settings_of(type(config)):
         value = config
         for name in setting.key.split("."):
             value = getattr(value, name)
-        if value == setting.default:
+        if value == setting.default and setting.env not in env:
             continue
         if setting.type is bool:
             yield setting.flag if value else setting.flag.replace("--", "--no-", 1)
@@ -108,6 +112,9 @@ def flags_of(config: Any) -> Iterator[str]:
             yield from (setting.flag, str(value))
 
 
-def _child(name: str, module: str, config: Any, *, env: dict[str, str] | None = None) -> ChildSpec:
+def _child(
+    name: str, module: str, config: Any, inherited: Mapping[str, str], own: Mapping[str, str] | None = None
+) -> ChildSpec:
+    flags = flags_of(dataclasses.replace(config, parent_pipe=-1), {**inherited, **(own or {})})
     # -P: a folder named `common` where the operator happens to stand must not be ours.
-    return ChildSpec(name=name, command=(sys.executable, "-P", "-m", module, *flags_of(config)), env=env or {})
+    return ChildSpec(name=name, command=(sys.executable, "-P", "-m", module, *flags), env=own or {})
