@@ -1,7 +1,7 @@
 """Opening calls: a thin shell over `caller.CallerLink`, one per connection."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Self, assert_never
 
@@ -36,7 +36,7 @@ from common.rpc.caller import (
     Enter,
     FromCallee,
 )
-from common.rpc.endpoint import Arm, Dial, Inbox, Outbox, Wire, log, malformed
+from common.rpc.endpoint import Arm, Dial, Inbox, Outbox, Wire, dropped, log
 
 
 class OpenedCall:
@@ -75,6 +75,8 @@ class OpenedCall:
             await self._entered
         except BaseException:
             self._link.leave(self._id)
+            if self._entered.done() and not self._entered.cancelled():
+                self._entered.exception()  # seen, though this wait was cancelled in the same turn
             raise
         return self
 
@@ -159,8 +161,7 @@ class ClientLink:
         try:
             self.handle(FromCallee(self._client.clock.now_s(), decode_from_callee(payload)))
         except Exception as error:
-            log.warning("dropping the link to %s: %s", self.address, malformed(error), exc_info=True)
-            self.disconnected(malformed(error))
+            self.disconnected(dropped(error, peer=self.address))
 
     def disconnected(self, why: str) -> None:
         self.handle(LinkBroke(self._client.clock.now_s(), f"{self.address}: {why}"))
@@ -181,9 +182,9 @@ class ClientLink:
                 self._calls[command.call].enter()
             case Finish():
                 self._calls.pop(command.call).finish(command.error)
-                log.debug("call %d to %s: %s", command.call, self.address, command.history)
+                log.debug("call ended", call=command.call, peer=self.address, history=command.history)
             case Drop():
-                log.info("link to %s ended: %s", self.address, command.error.message)
+                log.debug("link ended", peer=self.address, why=command.error.message)
                 self._outbox.flush()
                 if self._wire is not None:
                     self._wire.close()
@@ -204,7 +205,15 @@ class ClientEndpoint:
     """`base.Client` over any network. `num_calls` and `num_links` are what it holds now."""
 
     def __init__(
-        self, *, node: NodeId, incarnation: Incarnation, dial: Dial, clock: Clock, times: LinkTimes, arm: Arm
+        self,
+        *,
+        node: NodeId,
+        incarnation: Incarnation,
+        dial: Dial,
+        clock: Clock,
+        times: LinkTimes,
+        arm: Arm,
+        on_closed: Callable[[], None],
     ) -> None:
         self.node = node
         self.incarnation = incarnation
@@ -212,6 +221,7 @@ class ClientEndpoint:
         self.times = times
         self.arm = arm
         self._dial = dial
+        self._on_closed = on_closed
         self._links: dict[tuple[str, Incarnation | None], ClientLink] = {}
         self._is_closed = False
 
@@ -266,3 +276,4 @@ class ClientEndpoint:
         self._is_closed = True
         for link in list(self._links.values()):
             link.close()
+        self._on_closed()

@@ -5,20 +5,20 @@ them wires, tells them what came, and ticks them when they are due.
 """
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
+from common import telemetry
 from common.errors import BatonError
 from common.messages import CalleeFrame, CallerFrame, WireError, encode
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Larger wire messages are neither sent nor taken."""
 
-log = logging.getLogger("baton.rpc")
+log = telemetry.logger(__name__)
 
 
 class Wire(Protocol):
@@ -100,12 +100,12 @@ class Outbox(Generic[F]):
             try:
                 payload = encode([frame])
             except Exception:
-                log.exception("a frame cannot be encoded", extra={"frame": type(frame).__name__})
+                log.exception("frame cannot be encoded", frame=type(frame).__name__)
                 continue
             if len(payload) <= MAX_MESSAGE_BYTES:
                 self._send(payload)
             else:
-                log.error("a %s frame of %d bytes is too large to send", type(frame).__name__, len(payload))
+                log.error("frame too large to send", frame=type(frame).__name__, size_bytes=len(payload))
 
 
 class Inbox(Generic[B]):
@@ -153,7 +153,10 @@ class Inbox(Generic[B]):
             self._waiter.set_result(None)
 
 
-def malformed(error: Exception) -> str:
-    """Why a message could not be taken, for the log and the link's end."""
-    kind = "malformed message" if isinstance(error, msgspec.DecodeError) else "message that could not be handled"
-    return f"{kind}: {error}"
+def dropped(error: Exception, **peer: str) -> str:
+    """Log why a message costs its sender the link; returns the same in a line."""
+    if isinstance(error, msgspec.DecodeError):
+        log.warning("malformed message", why=str(error), **peer)
+        return f"malformed message: {error}"
+    log.exception("message could not be handled", **peer)
+    return f"{type(error).__name__} while handling a message"
