@@ -31,8 +31,9 @@ async def serve(
     listening: "asyncio.Future[str] | None" = None,
 ) -> None:
     """Until cancelled. `listening` is given the URL. ConfigError if the port is taken or the model has no tokenizer."""
-    # On a thread: fetching and converting a model takes a while, and a signal must still end it.
-    tokenizer = tokenizer or await asyncio.to_thread(_tokenizer_of, config.model)
+    if tokenizer is None:
+        # On a thread: fetching and converting a model takes a while, and a signal must still end it.
+        tokenizer = await asyncio.to_thread(_tokenizer_of, config.model)
     clock = SystemClock()
     async with AsyncExitStack() as resources:
         client = network.client(node=NodeId("gateway"), incarnation=Incarnation(new_id()))
