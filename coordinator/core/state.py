@@ -316,7 +316,8 @@ class ClusterState:
     # --- for tests -------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
-        assert list(self._invariants_broken()) == []
+        broken = list(self._invariants_broken())
+        assert not broken, broken
 
     def _invariants_broken(self) -> Iterator[str]:
         if {name: node.connection for name, node in self._nodes.items()} != {

@@ -1,0 +1,142 @@
+from typing import Any
+
+import pytest
+
+from common.errors import ContextLengthError, UnavailableError
+from common.messages import Incarnation, NodeState, Route, Routed
+from coordinator.core.policy import Candidate, PrefillUnavailable, choose
+from tests.unit.coordinator.core.cards import OTHER_LAYOUT, make_candidate, offers
+
+
+def route(*nodes: Candidate, num_tokens: int = 10, exclude: tuple[str, ...] = (), policy: Any = "local") -> Routed:
+    body = Route("tiny", num_tokens, tuple(Incarnation(name) for name in exclude))
+    prefill_unavailable: PrefillUnavailable = policy
+    return choose(body, nodes, prefill_unavailable=prefill_unavailable)
+
+
+def names(routed: Routed) -> tuple[str | None, str]:
+    return (routed.prefill.node if routed.prefill else None, routed.decode.node)
+
+
+def test_the_least_loaded_of_each_role_is_chosen() -> None:
+    routed = route(
+        make_candidate("decode-0", num_running=3),
+        make_candidate("decode-1", num_running=1, num_waiting=1),
+        make_candidate("prefill-0", num_waiting_tokens=100),
+        make_candidate("prefill-1", num_waiting_tokens=99),
+    )
+    assert names(routed) == ("prefill-1", "decode-1")
+    assert routed.why == "least-loaded"
+
+
+def test_equal_nodes_are_taken_by_name() -> None:
+    nodes = [make_candidate(name) for name in ("decode-1", "decode-0", "prefill-1", "prefill-0")]
+    assert names(route(*nodes)) == names(route(*reversed(nodes))) == ("prefill-0", "decode-0")
+
+
+def test_of_equally_many_requests_the_one_with_more_free_blocks_wins() -> None:
+    assert names(route(make_candidate("decode-0", free_blocks=9), make_candidate("decode-1", free_blocks=10)))[1] == (
+        "decode-1"
+    )
+
+
+def test_a_node_with_room_for_the_prompt_wins_over_an_idle_one_without() -> None:
+    full, busy = make_candidate("decode-0", free_blocks=1), make_candidate("decode-1", num_running=9)
+    assert names(route(full, busy, num_tokens=40))[1] == "decode-1"
+    assert names(route(full, busy, num_tokens=15))[1] == "decode-0"  # one block holds the prompt and a token
+    assert names(route(full, busy, num_tokens=16))[1] == "decode-1"  # the answer's first token needs a second one
+
+
+def test_what_was_routed_since_the_last_report_counts() -> None:
+    assert names(route(make_candidate("decode-0", num_routed=1), make_candidate("decode-1")))[1] == "decode-1"
+    decode = make_candidate("decode-0")
+    given = make_candidate("prefill-0", routed_tokens=50)
+    assert names(route(given, make_candidate("prefill-1", num_waiting_tokens=40), decode))[0] == "prefill-1"
+    assert names(route(given, make_candidate("prefill-1", num_waiting_tokens=60), decode))[0] == "prefill-0"
+
+
+def test_calls_that_wait_for_their_blocks_are_load_too() -> None:
+    assert names(route(make_candidate("decode-0", num_calls=2), make_candidate("decode-1", num_running=1)))[1] == (
+        "decode-1"
+    )
+
+
+@pytest.mark.parametrize("state", [NodeState.STALLED, NodeState.INCOMPATIBLE])
+def test_only_ready_nodes_are_chosen(state: NodeState) -> None:
+    routed = route(
+        make_candidate("decode-0", state=state),
+        make_candidate("decode-1", num_running=50),
+        make_candidate("prefill-0", state=state),
+        make_candidate("prefill-1", num_waiting_tokens=5000),
+    )
+    assert names(routed) == ("prefill-1", "decode-1")
+
+
+def test_nodes_that_failed_the_request_already_are_skipped() -> None:
+    nodes = [make_candidate(name) for name in ("decode-0", "decode-1", "prefill-0", "prefill-1")]
+    assert names(route(*nodes, exclude=("decode-0/1", "prefill-0/1"))) == ("prefill-1", "decode-1")
+    # The same name in a new incarnation has not failed anything yet.
+    assert names(route(*nodes, exclude=("decode-0/0",))) == ("prefill-0", "decode-0")
+
+
+def test_the_prefill_address_says_how_its_blocks_are_read() -> None:
+    routed = route(make_candidate("decode-0"), make_candidate("prefill-0", offers=offers("tcp")))
+    assert routed.prefill is not None
+    assert routed.prefill.offers == offers("tcp")
+    assert routed.prefill.incarnation == "prefill-0/1"
+
+
+def test_a_decode_node_with_a_partner_wins_over_a_less_loaded_one_without() -> None:
+    alone = make_candidate("decode-0", offers=offers("ucx"))
+    paired = make_candidate("decode-1", num_running=5)
+    assert names(route(alone, paired, make_candidate("prefill-0"))) == ("prefill-0", "decode-1")
+
+
+def test_without_a_prefill_node_the_prompt_is_computed_at_home() -> None:
+    routed = route(make_candidate("decode-0"))
+    assert (names(routed), routed.why) == ((None, "decode-0"), "no-prefill-node")
+
+
+def test_without_a_prefill_node_that_fits_the_prompt_is_computed_at_home() -> None:
+    routed = route(make_candidate("decode-0"), make_candidate("prefill-0", layout=OTHER_LAYOUT))
+    assert (names(routed), routed.why) == ((None, "decode-0"), "no-prefill-fits")
+
+
+def test_without_a_prefill_node_the_policy_may_refuse() -> None:
+    with pytest.raises(UnavailableError, match=r"no prefill node can take tiny now \(none registered\)") as refusal:
+        route(make_candidate("decode-0"), policy="fail")
+    assert refusal.value.retry_after_s is not None
+    with pytest.raises(UnavailableError, match="1 stalled, 1 tried already"):
+        route(
+            make_candidate("decode-0"),
+            make_candidate("prefill-0", state=NodeState.STALLED),
+            make_candidate("prefill-1"),
+            exclude=("prefill-1/1",),
+            policy="fail",
+        )
+
+
+def test_a_refusing_policy_calls_a_prompt_too_long_when_it_is() -> None:
+    nodes = (make_candidate("decode-0"), make_candidate("prefill-0", max_model_len=100))
+    assert names(route(*nodes, num_tokens=98, policy="fail"))[0] == "prefill-0"
+    with pytest.raises(ContextLengthError, match="takes at most 98"):
+        route(*nodes, num_tokens=99, policy="fail")
+
+
+def test_without_a_decode_node_there_is_nothing_to_do() -> None:
+    with pytest.raises(UnavailableError, match="no decode node") as refusal:
+        route(make_candidate("prefill-0"))
+    assert refusal.value.retry_after_s is not None
+
+
+def test_a_prompt_that_is_too_long_for_every_node_is_refused_for_good() -> None:
+    nodes = (make_candidate("decode-0", max_model_len=100), make_candidate("decode-1", max_model_len=200))
+    assert names(route(*nodes, num_tokens=199))[1] == "decode-1"
+    with pytest.raises(ContextLengthError, match="the prompt has 200 tokens; tiny takes at most 199 here"):
+        route(*nodes, num_tokens=200)
+
+
+def test_a_prompt_that_only_a_stalled_node_can_take_may_be_tried_again() -> None:
+    nodes = (make_candidate("decode-0", max_model_len=100), make_candidate("decode-1", state=NodeState.STALLED))
+    with pytest.raises(UnavailableError, match="1 ready, 1 stalled"):
+        route(*nodes, num_tokens=200)
