@@ -16,9 +16,9 @@ from common.messages import BlockId, BlockRef, Incarnation, Offer
 from kv_transfer import tcp_wire as wire
 from kv_transfer.blocks import check_destination, check_layout, check_source, settled
 from kv_transfer.shared import COPY_THREAD
+from kv_transfer.stall import StallWatch
 
 _CONNECT_TIMEOUT_S = 3.0
-_PAUSE_S = 0.5
 
 
 @dataclass(slots=True, eq=False)
@@ -64,13 +64,14 @@ class TcpReader:
         self._landing: _Landing | None = None
         self._num_landings = 0
         self._lost: BatonError | None = None
-        self._watch: asyncio.TimerHandle | None = None
+        self._watch: StallWatch | None = None
 
     async def open(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._welcome: asyncio.Future[wire.Welcome] = self._loop.create_future()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._watch = StallWatch(self._stall_timeout_s, self._stalled)
         self._copier = COPY_THREAD.borrow()
         self._socket = wire.LoopSocket(
             zmq.DEALER,
@@ -97,7 +98,7 @@ class TcpReader:
     async def read(self, refs: Sequence[BlockRef], into: Sequence[BlockId]) -> None:
         if self._lost is not None:
             raise _again(self._lost)
-        if self._socket is None:
+        if self._socket is None or self._watch is None:
             raise TransferError("tcp: the reader is not open")
         check_destination(refs, into, self._pool.num_blocks)
         check_source(refs, self._num_blocks)
@@ -107,8 +108,8 @@ class TcpReader:
         pull = _Pull(next(self._counter), tuple(into), total_bytes, self._loop.create_future())
         self._pulls[pull.read] = pull
         self._say(wire.Read(pull.read, tuple(refs)))
-        if self._watch is None:
-            self._progress()
+        if self._pulls:
+            self._watch.start()
         await settled(pull.over, lambda: self._give_up(pull))
 
     async def close(self) -> None:
@@ -133,7 +134,8 @@ class TcpReader:
     # --- hearing -------------------------------------------------------------------------------------
 
     def _hear(self, frames: list[zmq.Frame]) -> None:
-        self._progress()
+        assert self._watch is not None
+        self._watch.heard()
         try:
             word = wire.reader_decoder.decode(frames[0].buffer)
             match word:
@@ -220,8 +222,7 @@ class TcpReader:
         pull.dropped = error is not None
         self._finish(pull)
         if not self._pulls and self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
+            self._watch.stop()
 
     def _finish(self, pull: _Pull) -> None:
         if pull.num_landing or pull.read in self._pulls or pull.over.done():
@@ -248,23 +249,13 @@ class TcpReader:
         for pull in list(self._pulls.values()):
             self._settle(pull, error)
 
-    def _progress(self) -> None:
-        """Something came: the owner has `stall_timeout_s` again to bring more while reads are open."""
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
-        if self._pulls:
-            due_s = self._loop.time() + self._stall_timeout_s
-            self._watch = self._loop.call_at(due_s, self._stalled, due_s)
-
-    def _stalled(self, due_s: float) -> None:
-        self._watch = None
-        if self._loop.time() - due_s > _PAUSE_S:
-            self._progress()  # it is we who stood still: what came meanwhile has not been heard yet
-            return
-        assert self._socket is not None
+    def _stalled(self) -> None:
+        assert self._socket is not None and self._watch is not None
+        num_heard = self._watch.num_heard
         self._socket.drain()
-        if self._watch is None and self._pulls:
+        if self._watch.num_heard != num_heard:
+            self._watch.start()
+        else:
             message = f"tcp: the owner at {self._offer.address} sent nothing for {self._stall_timeout_s:g} s"
             self._lose(PeerLostError(message))
 

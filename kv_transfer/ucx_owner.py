@@ -1,0 +1,146 @@
+"""The owner's side of the ucx transport: sends blocks straight out of the pool, then its verdict."""
+
+import asyncio
+import secrets
+from typing import Any
+from urllib.parse import urlencode
+
+import msgspec
+import numpy as np
+
+from common.errors import BatonError, PeerLostError, TransferError
+from common.kv_cache.memory import PoolMemory
+from common.messages import Offer, WireError
+from kv_transfer import ucx_wire as wire
+from kv_transfer.blocks import check_generations, check_source
+from kv_transfer.stall import StallWatch
+
+_HELLO_TIMEOUT_S = 2.0
+_MAX_READERS = 1024
+_MAX_BATCHES = 64
+_FILLER = np.zeros(1, np.uint8)
+
+
+class UcxServer:
+    def __init__(self, pool: PoolMemory, *, listen_host: str, stall_timeout_s: float, has_rdma_or_cuda: bool) -> None:
+        self._pool = pool
+        self._listen_host = listen_host
+        self._stall_timeout_s = stall_timeout_s
+        self._fast = has_rdma_or_cuda
+        self._secret = secrets.token_hex(16)
+        self._listener: Any = None
+        self._readers: dict[asyncio.Task[None], wire.Line] = {}
+
+    async def start(self) -> Offer:
+        host = await wire.resolve(self._listen_host)
+        ucxx = wire.ENGINE.borrow(host)
+        try:
+            self._listener = ucxx.create_listener(self._connected, connect_timeout=_HELLO_TIMEOUT_S)
+        except Exception as error:
+            wire.ENGINE.give_back()
+            raise TransferError(f"ucx: cannot listen ({error})") from error
+        query = urlencode({"secret": self._secret, "fast": int(self._fast)})
+        address = f"[{host}]" if ":" in host else host
+        return Offer(transport="ucx", address=f"ucx://{address}:{self._listener.port}?{query}")
+
+    async def close(self) -> None:
+        if self._listener is None:
+            return
+        listener, self._listener = self._listener, None
+        for line in self._readers.values():
+            line.abort()
+        while self._readers:
+            await asyncio.wait(list(self._readers))
+        # Connections whose handshake is under way end within the handshake's own limit.
+        await listener._handler_tracker.wait()
+        listener.close()
+        del listener
+        wire.ENGINE.give_back()
+
+    def _connected(self, endpoint: Any) -> None:
+        line = wire.Line(endpoint)
+        if self._listener is None or len(self._readers) >= _MAX_READERS:
+            line.abort()
+            return
+        task = asyncio.ensure_future(_Service(self._pool, line, self._secret, self._stall_timeout_s).run())
+        self._readers[task] = line
+        task.add_done_callback(self._readers.pop)
+
+
+class _Service:
+    """One reader. Ends by breaking the connection, whatever went wrong."""
+
+    def __init__(self, pool: PoolMemory, line: wire.Line, secret: str, stall_timeout_s: float) -> None:
+        self._pool = pool
+        self._line = line
+        self._secret = secret
+        self._answers: set[asyncio.Task[None]] = set()
+        # A reader posts its receives before it asks: one that takes nothing for so long is frozen or gone.
+        self._watch = StallWatch(stall_timeout_s, line.abort)
+
+    async def run(self) -> None:
+        try:
+            if await self._greet():
+                while len(self._answers) < _MAX_BATCHES:
+                    await self._line.next_word()
+                    answer = asyncio.ensure_future(self._answer(self._line.decode(wire.read_decoder)))
+                    self._answers.add(answer)
+                    answer.add_done_callback(self._answered)
+        except (PeerLostError, msgspec.MsgspecError):
+            pass  # gone, or talking nonsense: either way only this reader loses
+        finally:
+            self._line.abort()
+            while self._answers:
+                await asyncio.wait(self._answers)
+
+    async def _greet(self) -> bool:
+        word = self._line.next_word()
+        await asyncio.wait([word], timeout=_HELLO_TIMEOUT_S)
+        if not word.done():
+            self._line.abort()
+        await word
+        hello: wire.Hello = self._line.decode(wire.hello_decoder)
+        if not secrets.compare_digest(hello.secret.encode(), self._secret.encode()):
+            return False
+        if hello.owner != self._pool.incarnation:
+            reason = f"incarnation {hello.owner} is gone, {self._pool.incarnation} is here"
+            await self._within(self._line.say(wire.Refuse(reason)))
+            # Breaking off drops what is still on its way: the reader hangs up when it has read the reason.
+            await self._within(self._line.next_word())
+            return False
+        await self._line.say(wire.Welcome(self._pool.layout, self._pool.num_blocks))
+        return True
+
+    async def _within(self, step: "asyncio.Future[None]") -> None:
+        await asyncio.wait([step], timeout=_HELLO_TIMEOUT_S)
+        if not step.done():
+            self._line.abort()
+        await step
+
+    async def _answer(self, read: wire.Read) -> None:
+        self._watch.start()
+        error: BatonError | None = None
+        payloads = [_FILLER] * len(read.refs)
+        try:
+            check_source(read.refs, self._pool.num_blocks)
+            check_generations(read.refs, self._pool.generations)
+            payloads = [self._pool.blocks[ref.block] for ref in read.refs]
+        except TransferError as failure:
+            error = failure
+        sends = [self._line.send(payload, wire.block_tag(read.batch, i)) for i, payload in enumerate(payloads)]
+        for send in sends:
+            send.add_done_callback(lambda _: self._watch.heard())
+        await wire.all_of(sends)
+        if error is None:
+            try:
+                check_generations(read.refs, self._pool.generations)
+            except TransferError as failure:
+                error = failure
+        await self._line.say(wire.Verdict(read.batch, WireError.of(error) if error is not None else None))
+
+    def _answered(self, answer: "asyncio.Task[None]") -> None:
+        self._answers.discard(answer)
+        if not self._answers:
+            self._watch.stop()
+        if answer.cancelled() or answer.exception() is not None:
+            self._line.abort()

@@ -1,0 +1,254 @@
+"""UCX as this project uses it: one context per process, endpoints that settle, and the words spoken over them.
+
+Imported only where ucxx is installed; ucxx itself is imported when UCX is first used.
+"""
+
+import asyncio
+import gc
+import importlib
+import ipaddress
+import os
+import socket
+import threading
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import PeerLostError, TransferError
+from common.messages import BlockRef, Incarnation, KVLayout, WireError
+
+MAX_BATCH_BLOCKS = 256
+_MAX_WORD_BYTES = 1 << 16
+_WORD_TAG = 0
+_ABORT_NS = 2_000_000_000
+
+Bytes = npt.NDArray[np.uint8]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+
+
+class Word(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """One control message; blocks travel beside them, each under the tag that `block_tag` gives it."""
+
+
+class Hello(Word, frozen=True):
+    """First from a reader, within a time limit: the listener itself lets anybody in."""
+
+    secret: str
+    owner: Incarnation
+
+
+class Read(Word, frozen=True):
+    """The reader has posted a receive for each of these blocks; every one of them will be sent something."""
+
+    batch: Count
+    refs: Annotated[tuple[BlockRef, ...], msgspec.Meta(max_length=MAX_BATCH_BLOCKS)]
+
+
+class Welcome(Word, frozen=True):
+    layout: KVLayout
+    num_blocks: int
+
+
+class Refuse(Word, frozen=True):
+    reason: str
+
+
+class Verdict(Word, frozen=True):
+    """All receives of the batch have been sent to. With an error, what they got is worthless."""
+
+    batch: Count
+    error: WireError | None = None
+
+
+hello_decoder = msgspec.msgpack.Decoder(Hello)
+read_decoder = msgspec.msgpack.Decoder(Read)
+greeting_decoder = msgspec.msgpack.Decoder(Welcome | Refuse)
+verdict_decoder = msgspec.msgpack.Decoder(Verdict)
+
+
+def block_tag(batch: int, index: int) -> int:
+    return 1 + batch * MAX_BATCH_BLOCKS + index
+
+
+class _Engine:
+    """The process's UCX: started for the first user, taken down after the last.
+
+    ucxx notifies one event loop, so all users share that loop. It must be taken down before the interpreter
+    ends, which otherwise waits for its thread for ever; hence the hooks into the loop's end and the process's.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loopback = False
+        self._num_users = 0
+        self._exit_hook = False
+
+    def borrow(self, host: str) -> Any:
+        """The ucxx module, ready. TransferError if this process uses UCX in a way that `host` does not fit."""
+        loop = asyncio.get_running_loop()
+        loopback = ipaddress.ip_address(host).is_loopback
+        if self._loop is None:
+            self._start(loop, loopback)
+        elif self._loop is not loop:
+            raise TransferError("ucx: another event loop of this process uses it")
+        elif self._loopback and not loopback:
+            raise TransferError(f"ucx: this process listens on the loopback and cannot reach {host}")
+        self._num_users += 1
+        return importlib.import_module("ucxx")
+
+    def give_back(self) -> None:
+        self._num_users -= 1
+        if self._num_users == 0:
+            self._stop()
+
+    def _start(self, loop: asyncio.AbstractEventLoop, loopback: bool) -> None:
+        os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # importing ucxx sets some that UCX does not know
+        ucxx = importlib.import_module("ucxx")
+        options = {"RNDV_SCHEME": "put_zcopy"}
+        if loopback:
+            options["NET_DEVICES"] = "lo"
+        # Every other progress mode spins.
+        ucxx.init(options, env_takes_precedence=True, progress_mode="thread", enable_python_future=True)
+        self._loop, self._loopback = loop, loopback
+        ucxx_close = loop.close  # ucxx has put its own in place
+
+        def close() -> None:
+            self._stop()
+            ucxx_close()
+
+        loop.close = close  # type: ignore[method-assign]
+        if not self._exit_hook:
+            self._exit_hook = True
+            # atexit is too late: the interpreter first waits for all threads, ucxx's among them.
+            threading._register_atexit(self._stop)  # type: ignore[attr-defined]
+
+    def _stop(self) -> None:
+        loop, self._loop = self._loop, None
+        self._num_users = 0
+        if loop is None:
+            return
+        ucxx = importlib.import_module("ucxx")
+        context = ucxx.core._get_ctx()
+        context.notifier_thread_q.put("shutdown")
+        context.worker.stop_request_notifier_thread()  # else its thread looks at the queue once a second
+        del context
+        # ucxx leaves its wrapper on the loop, and through it the worker with its thread and descriptors.
+        loop.__dict__.pop("close", None)
+        # Raises if somebody still holds an endpoint, as at the end of a process: the threads are stopped all the same.
+        with suppress(ucxx.exceptions.UCXError):
+            ucxx.reset()
+        gc.collect()
+
+
+ENGINE = _Engine()
+
+
+async def resolve(host: str) -> str:
+    """The numeric address of `host`. TransferError if it has none."""
+    with suppress(ValueError):
+        return str(ipaddress.ip_address(host))  # the loop would start a thread to find that out
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise TransferError(f"ucx: {host} cannot be resolved ({error})") from error
+    return str(found[0][4][0])
+
+
+class Line:
+    """An endpoint whose sends and receives are futures that always settle: by themselves, or after `abort`.
+
+    They are never cancelled: UCX goes on writing into the buffer of a cancelled receive.
+    """
+
+    def __init__(self, endpoint: Any) -> None:
+        self._endpoint = endpoint
+        self._word = np.empty(_MAX_WORD_BYTES, np.uint8)
+
+    @property
+    def aborted(self) -> bool:
+        return self._endpoint is None
+
+    def abort(self) -> None:
+        """Break the connection. Once the futures have settled nothing touches their buffers any more. Idempotent."""
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            endpoint.abort(period=_ABORT_NS)
+
+    def send(self, payload: Bytes, tag: int) -> "asyncio.Future[None]":
+        if self._endpoint is None:
+            return _failed()
+        return asyncio.ensure_future(_outcome(self._endpoint.send(_run_of_bytes(payload), tag=tag)))
+
+    def receive(self, into: Bytes, tag: int) -> "asyncio.Future[None]":
+        if self._endpoint is None:
+            return _failed()
+        if not into.flags.writeable:
+            raise TransferError("ucx: the destination is read-only")  # UCX would write there all the same
+        return asyncio.ensure_future(_outcome(self._endpoint.recv(_run_of_bytes(into), tag=tag)))
+
+    def say(self, word: Word) -> "asyncio.Future[None]":
+        payload = msgspec.msgpack.encode(word)
+        # UCX does not tell how long a message was.
+        framed = len(payload).to_bytes(4, "little") + payload
+        return self.send(np.frombuffer(framed, np.uint8), _WORD_TAG)
+
+    def next_word(self) -> "asyncio.Future[None]":
+        """Settles when a word has come, which `decode` then reads. One at a time."""
+        return self.receive(self._word, _WORD_TAG)
+
+    def decode(self, decoder: "msgspec.msgpack.Decoder[Any]") -> Any:
+        """The word that came. Raises msgspec.MsgspecError for nonsense."""
+        length = int.from_bytes(self._word[:4].tobytes(), "little")
+        return decoder.decode(self._word[4 : 4 + length].tobytes())
+
+
+def _run_of_bytes(array: Bytes) -> Bytes:
+    if array.dtype != np.uint8 or not array.flags.c_contiguous:
+        raise TransferError("ucx: only contiguous bytes travel")  # UCX would take a strided view for a plain one
+    return array
+
+
+async def _outcome(operation: Coroutine[Any, Any, Any]) -> None:
+    """PeerLostError for whatever UCX raises."""
+    reason = ""
+    try:
+        await operation
+    except Exception as error:
+        reason = said_by_ucx(error)
+    if reason:
+        raise PeerLostError(f"ucx: {reason}")
+
+
+def said_by_ucx(error: BaseException) -> str:
+    """The words of an exception of ucxx, which must not be used any further.
+
+    ucxx never lets go of its exceptions, so their tracebacks are cut: they would keep the endpoint, its memory
+    and its descriptors for ever.
+    """
+    reason = str(error) or type(error).__name__
+    link: BaseException | None = error
+    while link is not None:
+        earlier = link.__cause__ or link.__context__
+        link.__traceback__ = link.__cause__ = link.__context__ = None
+        link = earlier
+    return reason
+
+
+async def all_of(futures: "list[asyncio.Future[None]]") -> None:
+    """Waits until every one has settled, then raises the first error if there is one."""
+    if futures:
+        await asyncio.wait(futures)
+    errors = [future.exception() for future in futures]
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+def _failed() -> "asyncio.Future[None]":
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    future.set_exception(PeerLostError("ucx: the connection is closed"))
+    return future
