@@ -7,11 +7,13 @@ them wires, tells them what came, and ticks them when they are due.
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from common import telemetry
+from common.clock import Clock
 from common.errors import BatonError
 from common.messages import CalleeFrame, CallerFrame, WireError, encode
 
@@ -151,6 +153,38 @@ class Inbox(Generic[B]):
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+class Ticker:
+    """One timer on the running loop that calls `tick` when it is due."""
+
+    def __init__(self, clock: Clock, tick: Callable[[float], None], due_s: Callable[[], float]) -> None:
+        self._clock = clock
+        self._tick = tick
+        self._next_due_s = due_s
+        self._armed_s = inf
+        self._timer: asyncio.TimerHandle | None = None
+
+    def arm(self, due_s: float) -> None:
+        if due_s >= self._armed_s:
+            return
+        self.stop()
+        self._armed_s = due_s
+        wait_s = max(due_s - self._clock.now_s(), 0.0)
+        self._timer = asyncio.get_running_loop().call_later(wait_s, self._fire)
+
+    def _fire(self) -> None:
+        self.stop()
+        try:
+            self._tick(self._clock.now_s())
+        finally:
+            self.arm(self._next_due_s())
+
+    def stop(self) -> None:
+        self._armed_s = inf
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 def dropped(error: Exception, **peer: str) -> str:

@@ -12,7 +12,6 @@ import os
 import socket
 import stat
 from collections.abc import Callable, Mapping
-from math import inf
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -23,7 +22,7 @@ from common.messages import Incarnation, NodeId, RequestBody
 from common.rpc.base import Handler
 from common.rpc.call import LinkTimes
 from common.rpc.client import ClientEndpoint
-from common.rpc.endpoint import MAX_MESSAGE_BYTES, WireEvents
+from common.rpc.endpoint import MAX_MESSAGE_BYTES, Ticker, WireEvents
 from common.rpc.server import ServerEndpoint
 
 _MESSAGES_A_TURN = 128  # then the rest of the loop has its turn
@@ -35,38 +34,6 @@ _GONE = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-
-
-class Ticker:
-    """One timer on the running loop that calls `tick` when it is due."""
-
-    def __init__(self, clock: Clock, tick: Callable[[float], None], due_s: Callable[[], float]) -> None:
-        self._clock = clock
-        self._tick = tick
-        self._next_due_s = due_s
-        self._armed_s = inf
-        self._timer: asyncio.TimerHandle | None = None
-
-    def arm(self, due_s: float) -> None:
-        if due_s >= self._armed_s:
-            return
-        self.stop()
-        self._armed_s = due_s
-        wait_s = max(due_s - self._clock.now_s(), 0.0)
-        self._timer = asyncio.get_running_loop().call_later(wait_s, self._fire)
-
-    def _fire(self) -> None:
-        self.stop()
-        try:
-            self._tick(self._clock.now_s())
-        finally:
-            self.arm(self._next_due_s())
-
-    def stop(self) -> None:
-        self._armed_s = inf
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 class SocketReader:
