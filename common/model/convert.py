@@ -6,6 +6,7 @@ generation_config.json. Peak memory is the fp32 weights plus one tensor.
 """
 
 import functools
+import importlib
 import os
 import shutil
 import sys
@@ -30,10 +31,9 @@ def main() -> int:
 def convert(source: Path, destination: Path) -> None:
     """Write the folder `destination`. ConfigError for files that transformers cannot read, or a full disk."""
     _report("reading the file")
-    import gguf
-    import transformers
-    from transformers import modeling_gguf_pytorch_utils as reading
-
+    names = ("transformers", "transformers.modeling_gguf_pytorch_utils", "gguf")
+    modules: list[Any] = [importlib.import_module(name) for name in names]  # untyped, and two are patched below
+    transformers, reading, gguf = modules
     transformers.logging.set_verbosity_error()
     # Parsing the vocabulary takes seconds and would be done three times
     gguf.GGUFReader = functools.cache(gguf.GGUFReader)
@@ -43,7 +43,8 @@ def convert(source: Path, destination: Path) -> None:
     where: dict[str, Any] = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
     try:
         config = transformers.AutoConfig.from_pretrained(**where)
-        model = _empty_model(config)
+        with importlib.import_module("torch").device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
         tensors = reading.load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=model)["tensors"]
     except (ValueError, NotImplementedError, KeyError) as error:
         raise ConfigError(f"transformers cannot read this GGUF file: {error}") from error
@@ -54,14 +55,6 @@ def convert(source: Path, destination: Path) -> None:
     config.save_pretrained(destination)
     transformers.GenerationConfig.from_model_config(config).save_pretrained(destination)
     transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(destination)
-
-
-def _empty_model(config: Any) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
 
 
 def _write_weights(model: Any, tensors: dict[str, Any], destination: Path) -> None:
@@ -77,7 +70,9 @@ def _write_weights(model: Any, tensors: dict[str, Any], destination: Path) -> No
             raise ConfigError(f"tensor {name} is {tuple(tensors[name].shape)}, the model wants {tuple(shape)}")
     _report("writing the weights")
     destination.mkdir()
-    save_file({name: tensors[name] for name in wanted}, destination / "model.safetensors", metadata={"format": "pt"})
+    weights = destination / "model.safetensors"
+    save_file({name: tensors[name] for name in wanted}, weights, metadata={"format": "pt"})
+    weights.chmod(0o644)  # safetensors keeps it to its owner
 
 
 def _require_disk(reader: Any, folder: Path) -> None:
