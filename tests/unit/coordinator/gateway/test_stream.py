@@ -98,7 +98,7 @@ def test_tokens_behind_a_stop_string_are_not_counted() -> None:
     stream = TextStream(TOKENIZER.detokenizer(), [" two"])
     assert stream.push(tokens) == "one"
     assert stream.stopped
-    assert stream.num_tokens == 1 + len(TOKENIZER.encode(" two"))
+    assert stream.num_tokens == len(TOKENIZER.encode("one two")) < len(tokens)
 
 
 def test_the_ending_token_is_counted_and_not_shown() -> None:
