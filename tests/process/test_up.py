@@ -1,0 +1,127 @@
+"""`baton up` from the outside: it starts, answers, repairs itself, and leaves nothing behind."""
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.process.cluster import BATON, BatonUp, gone
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+
+MakeUp = Callable[..., BatonUp]
+ALL = ["coordinator", "gateway", "prefill-0", "decode-0"]
+
+
+async def run(*command: str, within_s: float = 30.0) -> tuple[int, str]:
+    """Exit code and everything printed."""
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    async with asyncio.timeout(within_s):
+        out, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode()
+
+
+async def test_it_starts_answers_the_curl_line_it_prints_and_leaves_nothing(baton_up: MakeUp) -> None:
+    async with baton_up() as up:
+        assert sorted(up.children()) == sorted(ALL)
+        assert str(up.log_dir) in up.text
+        status, out = await run(*shlex.split(up.curl.replace("curl ", "curl -sS ", 1)))
+        assert status == 0, out
+        events = [line.removeprefix("data: ") for line in out.splitlines() if line.startswith("data: ")]
+        assert events[-1] == "[DONE]"
+        assert any(choice["delta"].get("content") for e in events[:-1] for choice in json.loads(e)["choices"])
+
+
+async def test_without_prefill_nodes_the_cluster_answers_the_same(baton_up: MakeUp) -> None:
+    async with baton_up() as up:
+        split = await up.complete()
+    async with baton_up("--prefill", "0") as up:
+        assert sorted(up.children()) == ["coordinator", "decode-0", "gateway"]
+        assert await up.complete() == split
+
+
+@pytest.mark.parametrize("name", ALL)
+async def test_a_killed_process_is_restarted_with_a_message_and_the_cluster_answers_again(
+    baton_up: MakeUp, name: str
+) -> None:
+    async with baton_up() as up:
+        before = await up.complete()
+        victim = up.children()[name]
+        lines = len(up.lines)
+        victim.kill()
+        await up.line(rf"^{name} \(process {victim.pid}\) was killed by SIGKILL; restarting", after=lines)
+        await up.line("The cluster is whole again", within_s=30.0, after=lines)
+        assert await up.complete() == before
+        assert up.children()[name].pid != victim.pid
+
+
+async def test_every_process_is_gone_soon_after_the_launcher_is_killed(baton_up: MakeUp) -> None:
+    async with baton_up() as up:
+        children = up.children()
+        os.kill(up.pid, signal.SIGKILL)
+        for name, child in children.items():
+            try:
+                await gone(child.pid, within_s=2.0)
+            except TimeoutError:
+                pytest.fail(f"{name} outlived its launcher by 2 s")
+        assert up.footprint.remains() == []
+
+
+async def test_sigint_stops_it_also_where_a_shell_ignores_it_for_background_jobs(baton_up: MakeUp) -> None:
+    ignoring = (sys.executable, "-c", "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+                "os.execv(sys.argv[1], sys.argv[1:])")  # fmt: skip
+    async with baton_up(prefix=ignoring) as up:
+        os.kill(up.pid, signal.SIGINT)
+        assert await up.wait() == 0
+        assert up.footprint.remains() == []
+
+
+async def test_it_can_be_stopped_while_it_starts(tiny_model: Path, tmp_path: Path) -> None:
+    up = BatonUp("--model", str(tiny_model), log_dir=tmp_path)
+    entering = asyncio.create_task(up.__aenter__())
+    await up.line("Logs: ")
+    up.footprint.take(up.pid)
+    os.kill(up.pid, signal.SIGTERM)
+    assert await up.wait() == 0
+    assert up.footprint.remains() == []
+    with pytest.raises(AssertionError, match="ended without a line"):
+        await entering
+
+
+async def test_a_port_in_use_is_an_error_that_says_what_to_do(tiny_model: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, out = await run(
+            *(BATON, "up", "--model", str(tiny_model), "--port", str(port), "--log-dir", str(tmp_path))
+        )
+    assert status != 0
+    assert f"port {port} on 127.0.0.1 is in use" in out
+    assert f"make up PORT={port + 1}" in out
+    assert "Traceback" not in out
+
+
+async def test_a_model_that_is_not_there_is_an_error_that_says_what_to_give(tmp_path: Path) -> None:
+    status, out = await run(BATON, "up", "--model", "/no/such/model", "--port", "0", "--log-dir", str(tmp_path))
+    assert status != 0
+    assert "'/no/such/model' does not exist" in out
+    assert "Traceback" not in out
+
+
+async def test_a_cluster_that_cannot_start_ends_with_the_reason(tiny_model: Path, tmp_path: Path) -> None:
+    status, out = await run(
+        *(BATON, "up", "--model", str(tiny_model), "--port", "0", "--log-dir", str(tmp_path)),
+        *("--kv-cache-memory", "1KiB"),
+    )
+    assert status != 0
+    assert "kv_cache_memory" in out
+    assert "Traceback" not in out
