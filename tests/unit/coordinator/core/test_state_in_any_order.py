@@ -41,13 +41,20 @@ loads = strategies.builds(
     free_blocks=strategies.integers(0, 10),
     progress_age_s=strategies.sampled_from([0.0, 1.0, 3.0]),
 )
+cards = strategies.builds(
+    make_card,
+    names,
+    layout=strategies.sampled_from([LAYOUT, LAYOUT, OTHER_LAYOUT]),
+    offers=strategies.sampled_from([offers("tcp"), offers("ucx")]),
+    max_model_len=strategies.sampled_from([20, 40]),
+)
 
 
 class AnyOrder(RuleBasedStateMachine):
     """The model kept beside the state: who holds which connection and name, and when each reported last."""
 
-    @initialize(policy=strategies.sampled_from(["local", "fail"]))
-    def start(self, policy: PrefillUnavailable) -> None:
+    @initialize(policy=strategies.sampled_from(["local", "fail"]), cards=strategies.lists(cards, max_size=5))
+    def start(self, policy: PrefillUnavailable, cards: list[NodeCard]) -> None:
         self.now_s = 0.0
         self.state = ClusterState(now_s=0.0, prefill_unavailable=policy, patience=PATIENCE)
         self.policy = policy
@@ -59,7 +66,8 @@ class AnyOrder(RuleBasedStateMachine):
         self.hanging: dict[Incarnation, bool] = {}
         self.reported_s: dict[Incarnation, float] = {}
         self.watched: dict[WatcherId, View] = {}
-        self.published_s: list[float] = []
+        for card in cards:
+            self.a_process_starts(card)
 
     def feed(self, event: ClusterEvent) -> list[object]:
         commands = self.state.handle(event, now_s=self.now_s)
@@ -70,20 +78,9 @@ class AnyOrder(RuleBasedStateMachine):
                 self.watched.update(dict.fromkeys(command.watchers, command.view))
         return list(commands)
 
-    @rule(
-        name=names,
-        layout=strategies.sampled_from([LAYOUT, LAYOUT, OTHER_LAYOUT]),
-        transport=strategies.sampled_from(["tcp", "ucx"]),
-        max_model_len=strategies.sampled_from([20, 40]),
-    )
-    def a_process_starts(self, name: str, layout: object, transport: str, max_model_len: int) -> None:
-        card = make_card(
-            name,
-            incarnation=f"{name}/{next(self.numbers)}",
-            layout=layout,
-            offers=offers(transport),
-            max_model_len=max_model_len,
-        )
+    @rule(card=cards)
+    def a_process_starts(self, card: NodeCard) -> None:
+        card = msgspec.structs.replace(card, incarnation=Incarnation(f"{card.node}/{next(self.numbers)}"))
         self.seen.append(card)
         self._register(card)
 
@@ -136,6 +133,14 @@ class AnyOrder(RuleBasedStateMachine):
         self.now_s += passed_s
         self.feed(Ticked())
 
+    @rule(reporting=strategies.sets(names), num_ticks=strategies.integers(2, 6))
+    def some_report_while_time_passes(self, reporting: set[str], num_ticks: int) -> None:
+        for _ in range(num_ticks):
+            for name in sorted(reporting):
+                self.a_node_reports(name, NodeLoad(free_blocks=5))
+            self.time_passes(0.5)
+            self.the_view_shows_who_is_alive_and_how()
+
     @rule(slept_s=strategies.sampled_from([1.125, 30.0]))
     def the_coordinator_sleeps(self, slept_s: float) -> None:
         before = self.state.view()
@@ -158,7 +163,7 @@ class AnyOrder(RuleBasedStateMachine):
             del self.watched[watcher]
             self.feed(WatchClosed(watcher))
 
-    @rule(num_tokens=strategies.integers(1, 45), excluded=strategies.sets(names, max_size=2))
+    @rule(num_tokens=strategies.integers(1, 45), excluded=strategies.sets(names, max_size=1))
     def a_request_is_routed(self, num_tokens: int, excluded: set[str]) -> None:
         exclude = tuple(self.alive[name][1].incarnation for name in sorted(excluded) if name in self.alive)
         commands = self.feed(RouteAsked(AskId(0), Route("tiny", num_tokens, exclude)))
