@@ -39,7 +39,13 @@ def address(name: str) -> NodeAddress:
 
 
 def node_view(
-    name: str, role: Role = Role.DECODE, *, state: NodeState = NodeState.READY, reason: str = "", model: str = MODEL
+    name: str,
+    role: Role = Role.DECODE,
+    *,
+    state: NodeState = NodeState.READY,
+    reason: str = "",
+    model: str = MODEL,
+    max_model_len: int = 100,
 ) -> NodeView:
     at = address(name)
     card = NodeCard(
@@ -50,7 +56,7 @@ def node_view(
         model=model,
         model_digest="digest",
         layout=KVLayout(16, "float32", 4, (LayerKV(1, 8, 8),)),
-        max_model_len=100,
+        max_model_len=max_model_len,
         num_blocks=64,
     )
     return NodeView(card, state, reason, NodeLoad(num_running=1, free_blocks=60, tokens_per_s=12.5))

@@ -1,0 +1,167 @@
+"""What cannot be served: the right status and OpenAI's error shape before the first event, each alone."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from common.errors import (
+    BatonError,
+    ContextLengthError,
+    DeadlineError,
+    InternalError,
+    OverloadedError,
+    PeerLostError,
+    TransferError,
+    UnavailableError,
+)
+from common.messages import Routed, View
+from tests.unit.coordinator.gateway.cluster import MODEL, address, breaks, hangs, in_turn, node_view, refuses, says
+from tests.unit.coordinator.gateway.conftest import RunningGateway, StartGateway, chat_body, events_of
+
+SHAPES: list[tuple[BatonError, int, str, str | None]] = [
+    (OverloadedError("queue full", retry_after_s=2.5), 429, "rate_limit_error", "rate_limit_exceeded"),
+    (UnavailableError("no node"), 503, "server_error", "service_unavailable"),
+    (PeerLostError("gone"), 503, "server_error", "service_unavailable"),
+    (TransferError("broke"), 503, "server_error", "service_unavailable"),
+    (DeadlineError("too late"), 504, "server_error", "deadline_exceeded"),
+    (ContextLengthError("too long"), 400, "invalid_request_error", "context_length_exceeded"),
+    (InternalError("bug"), 500, "server_error", None),
+]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("error", "status", "kind", "code"), SHAPES, ids=lambda value: type(value).__name__)
+async def test_a_nodes_refusal_is_a_status_before_the_first_event(
+    start_gateway: StartGateway, error: BatonError, status: int, kind: str, code: str | None, stream: bool
+) -> None:
+    gateway = await start_gateway(max_attempts=1)
+    gateway.cluster.generate = refuses(error)
+    found, body, headers = await gateway.chat(stream=stream)
+    assert (found, body) == (status, {"error": {"message": error.message, "type": kind, "param": None, "code": code}})
+    if status in (429, 503):
+        assert int(headers["Retry-After"]) == (3 if error.retry_after_s else 1)
+    else:
+        assert "Retry-After" not in headers
+
+
+async def test_a_coordinators_refusal_is_a_status(gateway: RunningGateway) -> None:
+    def refuse(route: object) -> Routed:
+        raise UnavailableError("no decode node is ready", retry_after_s=7)
+
+    gateway.cluster.route = refuse
+    status, body, headers = await gateway.chat(stream=True)
+    assert (status, headers["Retry-After"]) == (503, "7")
+    assert body["error"]["message"] == "no decode node is ready"
+    assert gateway.cluster.generates == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_deadline_is_a_504(start_gateway: StartGateway, stream: bool) -> None:
+    gateway = await start_gateway(request_timeout_s=0.05)
+    gateway.cluster.generate = hangs([])
+    status, body, _ = await gateway.chat(stream=stream)
+    assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
+    assert gateway.cluster.num_generating == 0
+
+
+@pytest.mark.parametrize("error", [InternalError("bug"), PeerLostError("gone")])
+async def test_a_stream_that_breaks_ends_in_an_error_and_no_done(
+    start_gateway: StartGateway, error: BatonError
+) -> None:
+    gateway = await start_gateway(max_attempts=1)
+    gateway.cluster.generate = breaks(gateway.tokenizer.encode("one"), error)
+    status, stream, _ = await gateway.chat(stream=True)
+    events = events_of(stream)
+    assert status == 200
+    assert json.loads(events[-1])["error"]["message"] == error.message
+    assert "[DONE]" not in stream
+    assert '"finish_reason":"' not in stream
+
+
+async def test_a_stream_past_its_deadline_ends_in_an_error(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(request_timeout_s=0.05)
+    gateway.cluster.generate = hangs(gateway.tokenizer.encode("one"))
+    _, stream, _ = await gateway.chat(stream=True)
+    assert json.loads(events_of(stream)[-1])["error"]["code"] == "deadline_exceeded"
+
+
+BAD_CHATS: list[tuple[dict[str, Any] | bytes, int, str | None, str | None]] = [
+    ({"messages": []}, 400, "messages", None),
+    ({"max_tokens": -1}, 400, "max_tokens", None),
+    ({"model": "nobody"}, 404, "model", "model_not_found"),
+    ({"n": 2}, 400, "n", None),
+    ({"max_tokens": 99}, 400, "messages", "context_length_exceeded"),
+    ({"messages": [{"role": "user", "content": "漢" * 200}]}, 400, "messages", "context_length_exceeded"),
+    (b"{", 400, None, None),
+    (b'{"messages": "\xff"}', 400, None, None),
+]
+BAD_COMPLETIONS: list[tuple[dict[str, Any], int, str | None, str | None]] = [
+    ({"prompt": ""}, 400, "prompt", None),
+    ({"prompt": []}, 400, "prompt", None),
+    ({"prompt": [0, 321]}, 400, "prompt", None),
+    ({"prompt": [-1]}, 400, "prompt", None),
+    ({"prompt": ["a", "b"]}, 400, "prompt", None),
+    ({"prompt": [5] * 100}, 400, "prompt", "context_length_exceeded"),
+    ({"prompt": "one", "max_tokens": 0}, 400, "max_tokens", None),
+    ({"prompt": "one", "echo": True}, 400, "echo", None),
+]
+
+
+async def test_bad_requests_fail_alone_while_a_stream_runs_on(gateway: RunningGateway) -> None:
+    """All of them, streaming and not, in the middle of one good stream."""
+    go_on = asyncio.Event()
+    gateway.cluster.generate = says(gateway.tokenizer.encode("one two three"), before=go_on.wait)
+    good = asyncio.create_task(gateway.chat(stream=True))
+    await gateway.cluster.until(lambda: gateway.cluster.num_generating == 1)
+    for change, status, param, code in BAD_CHATS:
+        for stream in (True, False):
+            body = change if isinstance(change, bytes) else {**chat_body(), **change, "stream": stream}
+            found, answer, _ = await gateway.post("/v1/chat/completions", body)
+            error = answer["error"]
+            assert (found, error["param"], error["code"]) == (status, param, code), (change, error)
+            assert error["type"] == "invalid_request_error"
+            assert error["message"]
+    for fields, status, param, code in BAD_COMPLETIONS:
+        found, answer, _ = await gateway.post("/v1/completions", {"model": MODEL, **fields, "stream": True})
+        assert (found, answer["error"]["param"], answer["error"]["code"]) == (status, param, code), fields
+    assert len(gateway.cluster.generates) == 1
+    go_on.set()
+    _, stream, _ = await good
+    assert stream.endswith("[DONE]\n\n")
+
+
+async def test_a_body_over_the_limit_is_a_413(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(max_body_bytes=1000)
+    status, body, _ = await gateway.chat("x" * 2000)
+    assert (status, body["error"]["message"]) == (413, "the body is larger than 1000 bytes")
+
+
+async def test_unknown_paths_and_methods_are_errors_in_the_same_shape(gateway: RunningGateway) -> None:
+    status, body = await gateway.get("/v1/nothing")
+    assert (status, body["error"]["type"]) == (404, "invalid_request_error")
+    status, body = await gateway.get("/v1/completions")
+    assert (status, body["error"]["message"]) == (405, "GET /v1/completions does not exist: use POST")
+
+
+async def test_a_bug_in_one_request_is_its_own(gateway: RunningGateway) -> None:
+    gateway.cluster.generate = breaks([], ValueError("surprise"))
+    status, body, _ = await gateway.chat()
+    assert (status, body["error"]["type"]) == (500, "server_error")
+    gateway.cluster.generate = breaks(gateway.tokenizer.encode("one"), ValueError("surprise"))
+    _, stream, _ = await gateway.chat(stream=True)
+    assert "surprise" in json.loads(events_of(stream)[-1])["error"]["message"]
+    gateway.cluster.generate = says([1])
+    status, _, _ = await gateway.chat()
+    assert status == 200
+
+
+async def test_a_full_node_is_followed_by_another(gateway: RunningGateway) -> None:
+    tokens = gateway.tokenizer.encode("one")
+    gateway.cluster.generate = in_turn(refuses(OverloadedError("full")), says(tokens))
+    await gateway.cluster.change(view=View((node_view("d1"), node_view("d2"))))
+    gateway.cluster.route = lambda route: Routed(address("d2" if route.exclude else "d1"), None, "scripted")
+    _, answer, _ = await gateway.chat()
+    assert answer["choices"][0]["message"]["content"] == "one"
+    assert gateway.cluster.routes[1].exclude == (address("d1").incarnation,)
