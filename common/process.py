@@ -12,10 +12,12 @@ import asyncio
 import contextlib
 import faulthandler
 import os
+import select
 import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import Any
 
@@ -39,9 +41,10 @@ def run(main: Callable[[], Coroutine[Any, Any, None]], *, parent_pipe: int = -1)
     for number in _SIGNALS:
         signal.signal(number, _leave_at_once)
     try:
-        import uvloop  # 10 ms that a command which only prints its help need not pay
+        with _leaves_with_parent(parent_pipe):
+            import uvloop  # 10 ms that a command which only prints its help need not pay
 
-        coroutine = main()
+            coroutine = main()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_supervise(coroutine, parent_pipe))
     except Exception as error:
@@ -64,6 +67,33 @@ def _config_error(error: BaseException) -> ConfigError | None:
 def _leave_at_once(number: int, frame: FrameType | None) -> None:
     """While nothing is there to clean up yet (slow imports, mostly)."""
     os._exit(0)
+
+
+@contextlib.contextmanager
+def _leaves_with_parent(parent_pipe: int) -> Iterator[None]:
+    """The same for a parent that goes away: without a loop yet, a thread watches the pipe."""
+    if parent_pipe < 0:
+        yield
+        return
+    done_reader, done_writer = os.pipe()
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(parent_pipe, 0)  # a hang-up is reported always
+        poll.register(done_reader, select.POLLIN)
+        events = dict(poll.poll())
+        if done_reader not in events and events.get(parent_pipe, 0) & select.POLLHUP:
+            os._exit(0)
+
+    watcher = threading.Thread(target=watch, name="parent pipe", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        os.write(done_writer, b".")
+        watcher.join()
+        os.close(done_reader)
+        os.close(done_writer)
 
 
 async def _supervise(coroutine: Coroutine[Any, Any, None], parent_pipe: int) -> None:
