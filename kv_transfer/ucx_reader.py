@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from itertools import count
-from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
@@ -35,9 +34,9 @@ class UcxReader:
         address = urlsplit(self._offer.address)
         host = await wire.resolve(address.hostname or "")
         secret = parse_qs(address.query).get("secret", [""])[0]
-        ucxx = wire.ENGINE.borrow(host)
+        wire.ENGINE.borrow(host)
         try:
-            line = await self._connect(ucxx, host, address.port or 0)
+            line = await wire.connect(host, address.port or 0, timeout_s=_CONNECT_TIMEOUT_S)
             try:
                 await self._greet(line, secret)
             except BaseException:
@@ -49,14 +48,6 @@ class UcxReader:
         self._line = line
         self._watch = StallWatch(self._stall_timeout_s, self._stalled)
         self._listener = asyncio.ensure_future(self._listen(line))
-
-    async def _connect(self, ucxx: Any, host: str, port: int) -> wire.Line:
-        reason = ""
-        try:
-            return wire.Line(await ucxx.create_endpoint(host, port, connect_timeout=_CONNECT_TIMEOUT_S))
-        except Exception as error:
-            reason = wire.said_by_ucx(error)
-        raise TransferError(f"ucx: cannot connect to {host}:{port} ({reason})")
 
     async def _greet(self, line: wire.Line, secret: str) -> None:
         try:

@@ -8,6 +8,7 @@ import gc
 import importlib
 import ipaddress
 import os
+import secrets
 import socket
 import threading
 from collections.abc import Coroutine
@@ -204,6 +205,51 @@ class Line:
         """The word that came. Raises msgspec.MsgspecError for nonsense."""
         length = int.from_bytes(self._word[:4].tobytes(), "little")
         return decoder.decode(self._word[4 : 4 + length].tobytes())
+
+
+async def connect(host: str, port: int, *, timeout_s: float) -> Line:
+    """A line to the listener at `host` (numeric) and `port`; TransferError if there is none in time."""
+    context = importlib.import_module("ucxx.core")._get_ctx()
+    endpoint, reason = await _shake_hands(context, host, port, timeout_s)
+    del context  # nor may an error's traceback keep UCX alive
+    if endpoint is None:
+        raise TransferError(f"ucx: nobody answers at {host}:{port} ({reason})")
+    return Line(endpoint)
+
+
+async def _shake_hands(context: Any, host: str, port: int, timeout_s: float) -> tuple[Any, str]:
+    """What `ucxx.create_endpoint` does, with two differences: it leaves nothing behind when it fails (its own way
+    leaks the endpoint and with it the whole of UCX), and it fails at once when nobody listens."""
+    libucxx = importlib.import_module("ucxx._lib.libucxx")
+    endpoints = importlib.import_module("ucxx._lib_async.endpoint")
+    peer_info = importlib.import_module("ucxx._lib_async.exchange_peer_info")
+    broken = asyncio.Event()
+    raw = libucxx.UCXEndpoint.create(context.worker, host, port, True)
+    try:
+        raw.set_close_callback(asyncio.get_running_loop().call_soon_threadsafe, (broken.set,))
+    except RuntimeError:
+        return None, "refused"  # so soon
+    our_tag = secrets.randbits(64)
+    exchange = asyncio.ensure_future(
+        peer_info.exchange_peer_info(endpoint=raw, msg_tag=our_tag, listener=False, connect_timeout=None)
+    )
+    breaking = asyncio.ensure_future(broken.wait())
+    try:
+        await asyncio.wait([exchange, breaking], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        breaking.cancel()
+        reason = "" if exchange.done() else "refused" if broken.is_set() else f"silent for {timeout_s:g} s"
+        if not exchange.done():
+            raw.close_blocking(period=_ABORT_NS, max_attempts=1)  # which ends the exchange
+            await asyncio.wait([exchange])
+        raw.remove_close_callback()
+    failure = exchange.exception()
+    if failure is not None:
+        raw.close_blocking(period=_ABORT_NS, max_attempts=1)
+        heard = said_by_ucx(failure)
+        return None, reason or heard
+    tags = {"msg_send": exchange.result()["msg_tag"], "msg_recv": our_tag}
+    return endpoints.Endpoint(endpoint=raw, ctx=context, tags=tags), ""
 
 
 def _run_of_bytes(array: Bytes) -> Bytes:

@@ -1,0 +1,400 @@
+"""The contract of `kv_transfer.base`, over every transport."""
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from common.clock import new_id
+from common.errors import PeerLostError, StaleBlockError, TransferError
+from common.kv_cache.memory import PoolMemory, allocate
+from common.messages import BlockId, BlockRef, Generation, Incarnation, KVLayout, LayerKV, Offer
+from kv_transfer import ucx
+from kv_transfer.base import BlockReader, Transport
+from kv_transfer.memory import MemoryTransport
+from kv_transfer.shm import ShmTransport
+from kv_transfer.tcp import TcpTransport
+from kv_transfer.ucx import UcxTransport
+
+NUM_BLOCKS = 64
+SMALL = KVLayout(block_size=4, dtype="float32", itemsize=4, layers=(LayerKV(2, 8, 8),) * 3)
+LARGE = KVLayout(block_size=16, dtype="float32", itemsize=4, layers=(LayerKV(2, 64, 64),) * 4)
+HUGE = KVLayout(block_size=16, dtype="float32", itemsize=4, layers=(LayerKV(8, 128, 128),) * 20)  # 2.5 MiB a block
+GENERATION = Generation(7)
+
+MAKE: dict[str, Callable[[], Transport]] = {
+    "memory": MemoryTransport,
+    "shm": ShmTransport,
+    "tcp": TcpTransport,
+    "ucx": UcxTransport,
+}
+OTHER_PROCESS = ("shm", "tcp", "ucx")
+
+
+def made(name: str) -> Transport:
+    if name == "ucx" and (reason := ucx.available()) is not None:
+        pytest.skip(reason)
+    return MAKE[name]()
+
+
+@pytest.fixture(params=list(MAKE))
+def transport(request: pytest.FixtureRequest) -> Transport:
+    return made(request.param)
+
+
+def owned_pool(layout: KVLayout = SMALL, num_blocks: int = NUM_BLOCKS) -> PoolMemory:
+    pool = allocate(layout, num_blocks, Incarnation(new_id()))
+    pool.blocks[:] = np.arange(layout.block_bytes) % 251  # a period that is no power of two: shifts show
+    np.add(pool.blocks, np.arange(num_blocks, dtype=np.uint8)[:, None], out=pool.blocks)
+    pool.generations[:] = GENERATION
+    return pool
+
+
+def own_pool(layout: KVLayout = SMALL) -> PoolMemory:
+    return allocate(layout, NUM_BLOCKS, Incarnation(new_id()))
+
+
+def refs(*blocks: int, generation: int = GENERATION) -> list[BlockRef]:
+    return [BlockRef(BlockId(block), Generation(generation)) for block in blocks]
+
+
+def ids(*blocks: int) -> list[BlockId]:
+    return [BlockId(block) for block in blocks]
+
+
+@asynccontextmanager
+async def connected(transport: Transport, source: PoolMemory, destination: PoolMemory) -> AsyncIterator[BlockReader]:
+    server = transport.serve(source)
+    offer = await server.start()
+    reader = transport.reader(offer, owner=source.incarnation, pool=destination)
+    try:
+        await reader.open()
+        yield reader
+    finally:
+        await reader.close()
+        await server.close()
+
+
+@pytest.mark.parametrize("layout", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("blocks", "into"),
+    [
+        ([5], [9]),
+        ([0, 1, 2, 3], [0, 1, 2, 3]),
+        ([63, 7, 20, 21, 22, 3], [4, 60, 9, 10, 2, 63]),
+        (list(range(64)), list(range(63, -1, -1))),
+        ([], []),
+    ],
+    ids=["one", "a run", "scattered", "all, reversed", "none"],
+)
+async def test_blocks_arrive_byte_for_byte_where_they_were_sent(
+    transport: Transport, layout: KVLayout, blocks: list[int], into: list[int]
+) -> None:
+    source, destination = owned_pool(layout), own_pool(layout)
+    async with connected(transport, source, destination) as reader:
+        await reader.read(refs(*blocks), ids(*into))
+    np.testing.assert_array_equal(destination.blocks[into], source.blocks[blocks])
+    untouched = [block for block in range(NUM_BLOCKS) if block not in into]
+    assert not destination.blocks[untouched].any()
+
+
+async def test_blocks_larger_than_any_buffer_arrive(transport: Transport) -> None:
+    source, destination = owned_pool(HUGE, 5), allocate(HUGE, 5, Incarnation(new_id()))
+    async with connected(transport, source, destination) as reader:
+        await reader.read(refs(4, 0, 1, 2, 3), ids(0, 1, 2, 3, 4))
+    np.testing.assert_array_equal(destination.blocks, source.blocks[[4, 0, 1, 2, 3]])
+
+
+async def test_reads_may_overlap(transport: Transport) -> None:
+    source, destination = owned_pool(LARGE), own_pool(LARGE)
+    async with connected(transport, source, destination) as reader:
+        await asyncio.gather(*(reader.read(refs(*range(k, 64, 8)), ids(*range(k, 64, 8))) for k in range(8)))
+    np.testing.assert_array_equal(destination.blocks, source.blocks)
+
+
+async def test_two_readers_share_an_owner(transport: Transport) -> None:
+    source, first, second = owned_pool(LARGE), own_pool(LARGE), own_pool(LARGE)
+    server = transport.serve(source)
+    offer = await server.start()
+    readers = [transport.reader(offer, owner=source.incarnation, pool=pool) for pool in (first, second)]
+    for reader in readers:
+        await reader.open()
+    await asyncio.gather(*(reader.read(refs(*range(64)), ids(*range(64))) for reader in readers))
+    await readers[0].close()
+    await readers[1].read(refs(1), ids(2))
+    await readers[1].close()
+    await server.close()
+    np.testing.assert_array_equal(first.blocks, source.blocks)
+    np.testing.assert_array_equal(second.blocks[2], source.blocks[1])
+
+
+async def test_a_generation_that_moved_before_the_read_is_stale(transport: Transport) -> None:
+    source, destination = owned_pool(), own_pool()
+    async with connected(transport, source, destination) as reader:
+        source.generations[4] += 1
+        with pytest.raises(StaleBlockError, match="block 4 is at generation 8, 7 was promised"):
+            await reader.read(refs(3, 4, 5), ids(3, 4, 5))
+        await reader.read(refs(3, 5), ids(0, 1))
+    np.testing.assert_array_equal(destination.blocks[[0, 1]], source.blocks[[3, 5]])
+
+
+class Tripwire(np.ndarray[Any, Any]):
+    """Blocks that call `touched` whenever one of them is taken from or written to."""
+
+    touched: Callable[[], None] | None = None
+
+    def __array_finalize__(self, origin: Any) -> None:
+        self.touched = getattr(origin, "touched", None)
+
+    def __getitem__(self, key: Any) -> Any:
+        if self.touched is not None:
+            self.touched()
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if self.touched is not None:
+            self.touched()
+        super().__setitem__(key, value)
+
+
+def tripwired(pool: PoolMemory, touched: Callable[[], None]) -> PoolMemory:
+    blocks = pool.blocks.view(Tripwire)
+    blocks.touched = touched
+    return replace(pool, blocks=blocks)
+
+
+@pytest.mark.parametrize("layout", [SMALL, LARGE], ids=["small", "large"])
+async def test_a_generation_that_moves_during_the_read_is_stale(transport: Transport, layout: KVLayout) -> None:
+    """Every transport checks, then touches the blocks on one side or the other, then checks again."""
+    source, destination = owned_pool(layout), own_pool(layout)
+
+    def reuse() -> None:
+        source.generations[6] = GENERATION + 1
+
+    served = tripwired(source, reuse) if transport.name != "shm" else source
+    landing = tripwired(destination, reuse) if transport.name == "shm" else destination
+    async with connected(transport, served, landing) as reader:
+        assert source.generations[6] == GENERATION
+        with pytest.raises(StaleBlockError):
+            await reader.read(refs(5, 6), ids(0, 1))
+        await reader.read(refs(5, 7), ids(0, 1))
+    np.testing.assert_array_equal(destination.blocks[[0, 1]], source.blocks[[5, 7]])
+
+
+async def test_another_incarnation_is_refused(transport: Transport) -> None:
+    server = transport.serve(owned_pool())
+    reader = transport.reader(await server.start(), owner=Incarnation("f" * 32), pool=own_pool())
+    with pytest.raises(TransferError, match=r"incarnation f{32} is gone"):
+        await reader.open()
+    await server.close()
+
+
+async def test_another_layout_is_refused_with_its_reason(transport: Transport) -> None:
+    source = owned_pool()
+    server = transport.serve(source)
+    offer = await server.start()
+    reader = transport.reader(offer, owner=source.incarnation, pool=own_pool(replace_block_size(SMALL, 8)))
+    with pytest.raises(TransferError, match="block_size 8 here, 4 there"):
+        await reader.open()
+    await server.close()
+
+
+def replace_block_size(layout: KVLayout, block_size: int) -> KVLayout:
+    return msgspec.structs.replace(layout, block_size=block_size)
+
+
+@pytest.mark.parametrize(
+    ("source", "into"),
+    [([64], [0]), ([-1], [0]), ([0], [64]), ([0], [-1]), ([0, 1], [0]), ([0, 1], [5, 5]), ([1 << 62], [0])],
+)
+async def test_ids_outside_a_pool_are_refused(transport: Transport, source: list[int], into: list[int]) -> None:
+    async with connected(transport, owned_pool(), own_pool()) as reader:
+        with pytest.raises(TransferError):
+            await reader.read(refs(*source), ids(*into))
+        await reader.read(refs(1), ids(1))
+
+
+async def test_nobody_at_the_address_is_a_transfer_error(transport: Transport) -> None:
+    source = owned_pool()
+    server = transport.serve(source)
+    offer = await server.start()
+    await server.close()
+    reader = transport.reader(offer, owner=source.incarnation, pool=own_pool())
+    with pytest.raises(TransferError):
+        await reader.open()
+    await reader.close()
+
+
+async def test_a_cancelled_read_is_settled_when_it_returns(transport: Transport) -> None:
+    """Whenever it is cancelled: afterwards nothing writes to its blocks, and other reads work."""
+    source, destination = owned_pool(LARGE), own_pool(LARGE)
+    async with connected(transport, source, destination) as reader:
+        for num_turns in range(12):
+            read = asyncio.ensure_future(reader.read(refs(*range(32)), ids(*range(32))))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            was_done = read.done()
+            read.cancel()
+            await asyncio.wait([read])
+            assert was_done or read.cancelled()
+            destination.blocks[:32] = 170
+            await reader.read(refs(*range(32, 64)), ids(*range(32, 64)))
+            assert (destination.blocks[:32] == 170).all()
+    np.testing.assert_array_equal(destination.blocks[32:], source.blocks[32:])
+
+
+async def test_closing_the_reader_ends_its_reads(transport: Transport) -> None:
+    source, destination = owned_pool(LARGE), own_pool(LARGE)
+    async with connected(transport, source, destination) as reader:
+        reads = [asyncio.ensure_future(reader.read(refs(*range(64)), ids(*range(64)))) for _ in range(4)]
+        await asyncio.sleep(0)
+        await reader.close()
+        destination.blocks[:] = 170
+        await asyncio.wait(reads)
+        errors = [read.exception() for read in reads]
+        assert all(error is None or isinstance(error, TransferError | PeerLostError) for error in errors)
+        assert any(errors)
+        assert (destination.blocks == 170).all()
+        with pytest.raises((TransferError, PeerLostError)):
+            await reader.read(refs(1), ids(1))
+
+
+async def test_an_owner_that_closes_is_a_lost_peer(transport: Transport) -> None:
+    source = owned_pool()
+    server = transport.serve(source)
+    reader = transport.reader(await server.start(), owner=source.incarnation, pool=own_pool())
+    await reader.open()
+    await server.close()
+    with pytest.raises(PeerLostError):
+        async with asyncio.timeout(2):
+            await reader.read(refs(1), ids(1))
+    await reader.close()
+
+
+def left() -> tuple[int, int]:
+    """Open descriptors and threads."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+async def test_nothing_is_left_behind(transport: Transport) -> None:
+    async def use() -> None:
+        async with connected(transport, source, destination) as reader:
+            await reader.read(refs(*range(64)), ids(*range(64)))
+            with pytest.raises(StaleBlockError):
+                await reader.read(refs(1, generation=1), ids(1))
+
+    source, destination = owned_pool(LARGE), own_pool(LARGE)
+    await use()  # the first use starts what its library keeps for the process's life
+    before = left()
+    for _ in range(3):
+        await use()
+    assert left() == before
+
+
+# --- an owner in another process ----------------------------------------------------------------------
+
+
+class Owner:
+    """`transport_owner.py` running; see there for its pool."""
+
+    incarnation = Incarnation("0" * 31 + "1")
+    layout = KVLayout(block_size=16, dtype="float32", itemsize=4, layers=(LayerKV(2, 64, 64),) * 4)
+
+    def __init__(self, name: str) -> None:
+        script = Path(__file__).with_name("transport_owner.py")
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self.process.stdout is not None
+        self.offer = msgspec.json.decode(self.process.stdout.readline(), type=Offer)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def freeze(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitpid(self.process.pid, os.WUNTRACED)
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+@pytest.fixture(params=OTHER_PROCESS)
+def owner(request: pytest.FixtureRequest) -> Iterator[Owner]:
+    made(request.param)
+    owner = Owner(request.param)
+    yield owner
+    owner.end()
+
+
+def reader_of(owner: Owner, pool: PoolMemory, **settings: float) -> BlockReader:
+    make: Any = MAKE[owner.offer.transport]
+    reader: BlockReader = make(**settings).reader(owner.offer, owner=owner.incarnation, pool=pool)
+    return reader
+
+
+async def test_blocks_cross_processes(owner: Owner) -> None:
+    pool = own_pool(owner.layout)
+    reader = reader_of(owner, pool)
+    await reader.open()
+    await reader.read(refs(*range(63, -1, -1), generation=3), ids(*range(64)))
+    await reader.close()
+    np.testing.assert_array_equal(pool.blocks, np.arange(63, -1, -1)[:, None].repeat(owner.layout.block_bytes, 1))
+
+
+async def test_a_killed_owner_is_a_lost_peer(owner: Owner) -> None:
+    reader = reader_of(owner, own_pool(owner.layout))
+    await reader.open()
+    reading = asyncio.ensure_future(read_for_ever(reader))
+    await reader.read(refs(1, generation=3), ids(1))
+    owner.kill()
+    async with asyncio.timeout(1):
+        with pytest.raises(PeerLostError):
+            await reading
+        with pytest.raises(PeerLostError):
+            await reader.read(refs(1, generation=3), ids(1))
+    await reader.close()
+
+
+async def read_for_ever(reader: BlockReader) -> None:
+    while True:
+        await reader.read(refs(*range(2, 64), generation=3), ids(*range(2, 64)))
+
+
+@pytest.mark.parametrize("owner", ["tcp", "ucx"], indirect=True)
+async def test_a_frozen_owner_is_a_lost_peer_after_the_deadline(owner: Owner) -> None:
+    reader = reader_of(owner, own_pool(owner.layout), stall_timeout_s=0.3)
+    await reader.open()
+    await reader.read(refs(1, generation=3), ids(1))
+    owner.freeze()
+    async with asyncio.timeout(3):
+        with pytest.raises(PeerLostError, match=r"0\.3 s"):
+            await reader.read(refs(*range(64), generation=3), ids(*range(64)))
+    await reader.close()
+
+
+@pytest.mark.parametrize("owner", ["shm"], indirect=True)
+async def test_shared_memory_needs_nothing_of_a_frozen_owner(owner: Owner) -> None:
+    reader = reader_of(owner, own_pool(owner.layout))
+    await reader.open()
+    owner.freeze()
+    await reader.read(refs(*range(64), generation=3), ids(*range(64)))
+    await reader.close()
