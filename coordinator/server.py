@@ -42,6 +42,7 @@ async def serve(config: CoordinatorConfig, network: Network) -> None:
     try:
         await coordinator.tick_forever()
     finally:
+        coordinator.leave()
         await server.close()
 
 
@@ -57,6 +58,7 @@ class Coordinator:
     ) -> None:
         self._clock = clock or SystemClock()
         self.state = ClusterState(now_s=self._clock.now_s(), prefill_unavailable=prefill_unavailable, patience=patience)
+        self._is_leaving = False
         self._ids = itertools.count()
         self._nodes: dict[ConnectionId, IncomingCall] = {}
         self._watchers: dict[WatcherId, IncomingCall] = {}
@@ -77,6 +79,10 @@ class Coordinator:
 
     def tick(self) -> None:
         self._handle(Ticked())
+
+    def leave(self) -> None:
+        """From now on what becomes of the others is no news: it is we who hang up."""
+        self._is_leaving = True
 
     # --- calls -----------------------------------------------------------------------------------------
 
@@ -121,6 +127,8 @@ class Coordinator:
     # --- the one way in --------------------------------------------------------------------------------
 
     def _handle(self, event: ClusterEvent) -> None:
+        if self._is_leaving:
+            return
         num_moves = self.state.num_moves
         commands = self.state.handle(event, now_s=self._clock.now_s())
         self._log_moves(self.state.num_moves - num_moves)
@@ -139,5 +147,6 @@ class Coordinator:
 
     def _log_moves(self, count: int) -> None:
         for move in list(self.state.history)[-count:] if count else []:
+            reason = {"reason": move.reason} if move.reason else {}
             write = log.info if move.phase in (Phase.READY, Phase.GONE) else log.warning
-            write(f"node {move.phase}", node=move.node, incarnation=move.incarnation[:8], reason=move.reason)
+            write(f"node {move.phase}", node=move.node, incarnation=move.incarnation[:8], **reason)

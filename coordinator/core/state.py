@@ -197,14 +197,22 @@ class ClusterState:
             if len(self._replaced) > _KEPT_REPLACED:
                 del self._replaced[next(iter(self._replaced))]
             self._forget(old, "replaced by a newer process", now_s)
-        node = _Node(card=card, connection=connection, reported_s=now_s, load=NodeLoad(free_blocks=card.num_blocks))
+        peers = [node.card for node in self._nodes.values() if node.card.model == card.model]
+        misfit = misfits([*peers, card]).get(card.node, "")
+        node = _Node(
+            card=card,
+            connection=connection,
+            reported_s=now_s,
+            load=NodeLoad(free_blocks=card.num_blocks),
+            phase=Phase.INCOMPATIBLE if misfit else Phase.READY,
+            reason=misfit,
+            misfit=misfit,
+        )
         self._nodes[card.node] = node
         self._connections[connection] = card.node
         self._record(node, now_s)
-        commands += self._compare(card.model, now_s)
-        if not node.misfit:
-            commands.append(TellNode(connection, Registered()))
-        return commands
+        commands.append(TellNode(connection, Registered(misfit)))
+        return commands + self._compare(card.model, now_s)
 
     def _report(self, event: NodeReported, now_s: float) -> None:
         node = self._node_of(event.connection)
