@@ -1,0 +1,212 @@
+"""The whole cluster in one process: fake model, links in memory, real engines, real roles, faults on demand.
+
+Every wire message is encoded and decoded, every block really moves, and a wrong block is a wrong token. What
+happens at the same time is up to the loop and the engine threads, as in production.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from common.clock import SystemClock, new_id
+from common.config import EngineConfig, ModelConfig, NodeConfig
+from common.engine.request import StepPlan
+from common.kv_cache.memory import PoolMemory, allocate
+from common.messages import Incarnation, NodeAddress, NodeId, NodeLoad, NodeState, Offer, Role, Sampling
+from common.model.fake import FakeRunner, fake_layout, fake_oracle
+from common.node import NodeHost, new_incarnation
+from common.rpc.call import LinkTimes
+from common.rpc.memory import MemoryNetwork
+from coordinator.core.state import Patience
+from coordinator.server import Coordinator
+from decode_node.node import DecodeNode
+from decode_node.readers import Readers
+from kv_transfer.base import BlockReader, BlockServer
+from kv_transfer.faulty import Faults, FaultyTransport
+from kv_transfer.memory import MemoryTransport
+from prefill_node.node import PrefillNode
+from tests.caller import Answer, Caller
+
+Predicate = Callable[[], bool]
+
+MODEL = "fake"
+COORDINATOR = "tcp://coordinator:7070"
+TIMES = LinkTimes(beat_s=0.05, lost_after_s=0.4, connect_timeout_s=0.3, accept_timeout_s=0.5)
+
+
+class Brake:
+    """Called before every step of a node's engine: lets a test hold the engine, or make a step fail."""
+
+    def __init__(self) -> None:
+        self.plans: list[StepPlan] = []
+        self.fail: str = ""
+
+    def __call__(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        if self.fail:
+            raise RuntimeError(self.fail)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(plan.num_tokens for plan in self.plans)
+
+
+@dataclass(slots=True)
+class Node:
+    host: NodeHost
+    brake: Brake
+    life: AsyncExitStack
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return self.host.incarnation
+
+    @property
+    def load(self) -> NodeLoad:
+        return self.host.load()
+
+    def is_empty(self) -> bool:
+        load = self.load
+        held = load.num_calls, load.num_waiting, load.num_running, load.leased_blocks
+        return held == (0, 0, 0, 0) and load.free_blocks == self.host.memory.num_blocks
+
+
+class Cluster:
+    """Use as an async context manager; leaving it proves that nothing is left on any node that still lives."""
+
+    def __init__(self) -> None:
+        self.clock = SystemClock()
+        self.network = MemoryNetwork(clock=self.clock, times=TIMES)
+        self.coordinator = Coordinator(clock=self.clock, patience=Patience())
+        self.nodes: dict[str, Node] = {}
+        self.faults = Faults()
+        self._transport = FaultyTransport(MemoryTransport(), self.faults)
+        self._life = AsyncExitStack()
+
+    async def __aenter__(self) -> "Cluster":
+        self._life.push_async_callback(self.network.close)
+        server = await self.coordinator.listen(COORDINATOR, self.network)
+        self._life.push_async_callback(server.close)
+        ticking = asyncio.create_task(self.coordinator.tick_forever())
+        self._life.push_async_callback(_cancelled, ticking)
+        client = self.network.client(node=NodeId("test"), incarnation=Incarnation(new_id()))
+        self._life.push_async_callback(client.close)
+        self.caller = Caller(client, COORDINATOR)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                await self.is_empty()
+        finally:
+            for name in list(self.nodes):
+                await self.stop(name)
+            await self._life.aclose()
+
+    # --- nodes ---------------------------------------------------------------------------------------------
+
+    async def start(
+        self, role: Role, name: str, *, num_blocks: int = 64, block_size: int = 16, **engine: int | float | bool
+    ) -> Node:
+        incarnation = new_incarnation()
+        memory = allocate(fake_layout(block_size=block_size), num_blocks, incarnation)
+        brake = Brake()
+        life = AsyncExitStack()
+        host = NodeHost(
+            NodeConfig(
+                model=ModelConfig(model=MODEL),
+                engine=EngineConfig(block_size=block_size, **engine),  # type: ignore[arg-type]
+                name=name,
+                listen="tcp://node:0",
+                coordinators=(COORDINATOR,),
+            ),
+            role,
+            runner=FakeRunner(memory, before_step=brake),
+            memory=memory,
+            network=self.network,
+            serve_blocks=self._serve_blocks,
+            clock=self.clock,
+            report_s=0.05,
+        )
+        if role is Role.PREFILL:
+            await life.enter_async_context(host)
+            await PrefillNode(host).join()
+        else:
+            readers = Readers(lambda owner: self._open_reader(owner, memory))
+            life.push_async_callback(readers.close)
+            await life.enter_async_context(host)
+            await DecodeNode(host, readers).join()
+        node = self.nodes[name] = Node(host, brake, life)
+        await self.until(lambda: self._is_routed_to(name))
+        return node
+
+    async def start_pools(self, *, prefill: int = 1, decode: int = 1, **settings: int | float | bool) -> None:
+        for number in range(prefill):
+            await self.start(Role.PREFILL, f"prefill-{number}", **settings)  # type: ignore[arg-type]
+        for number in range(decode):
+            await self.start(Role.DECODE, f"decode-{number}", **settings)  # type: ignore[arg-type]
+
+    async def stop(self, name: str) -> None:
+        await self.nodes.pop(name).life.aclose()
+
+    async def kill(self, name: str) -> None:
+        """As kill -9: its links break at once; what is left of it in this process is then cleared away."""
+        self.network.kill(self.nodes[name].incarnation)
+        await self.stop(name)
+
+    # --- requests --------------------------------------------------------------------------------------------
+
+    async def ask(self, prompt: list[int], max_tokens: int = 8, **sampling: float) -> Answer:
+        settings = Sampling(max_tokens=max_tokens, seed=7, **{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
+        return await self.caller.ask(prompt, max_tokens, sampling=settings)
+
+    def expected(self, prompt: list[int], max_tokens: int = 8) -> list[int]:
+        return fake_oracle(prompt, max_tokens, Sampling(max_tokens=max_tokens, seed=7, temperature=0.0))
+
+    async def asks_rightly(self, prompt: list[int], max_tokens: int = 8) -> Answer:
+        answer = await self.ask(prompt, max_tokens)
+        assert answer.tokens == self.expected(prompt, max_tokens)
+        return answer
+
+    # --- waiting -----------------------------------------------------------------------------------------------
+
+    async def until(self, holds: Predicate, *, within_s: float = 5.0) -> None:
+        """Wait for what no event announces, looking each time the loop has done something."""
+        async with asyncio.timeout(within_s):
+            while not holds():
+                await _a_moment()
+
+    async def is_empty(self) -> None:
+        """The leak check: within two seconds no live node holds a call, a request, a lease or a block."""
+        try:
+            await self.until(lambda: all(node.is_empty() for node in self.nodes.values()), within_s=2.0)
+        except TimeoutError:
+            left = {name: node.load for name, node in self.nodes.items() if not node.is_empty()}
+            raise AssertionError(f"left behind: {left}") from None
+
+    # --- plumbing ----------------------------------------------------------------------------------------------
+
+    def _is_routed_to(self, name: str) -> bool:
+        views = self.coordinator.state.view().nodes
+        return any(view.card.node == name and view.state is not NodeState.STALLED for view in views)
+
+    async def _serve_blocks(self, memory: PoolMemory, wanted: str) -> list[tuple[Offer, BlockServer]]:
+        server = self._transport.serve(memory)
+        return [(await server.start(), server)]
+
+    async def _open_reader(self, owner: NodeAddress, memory: PoolMemory) -> tuple[str, BlockReader]:
+        reader = self._transport.reader(owner.offers[0], owner=owner.incarnation, pool=memory)
+        await reader.open()
+        return self._transport.name, reader
+
+
+async def _a_moment() -> None:
+    moment = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_later(0.002, lambda: moment.done() or moment.set_result(None))
+    await moment
+
+
+async def _cancelled(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    await asyncio.wait([task])
