@@ -232,12 +232,14 @@ def test_a_block_shared_without_a_reference_gives_wrong_tokens(monkeypatch: pyte
         pass
 
     def free_what_is_counted(pool: BlockPool, blocks: list[BlockId]) -> None:
-        free(pool, [block for block in blocks if pool.references(block) > 0])
+        for block in reversed(blocks):
+            if pool.references(block) > 0:
+                free(pool, [block])
 
     free = BlockPool.free
     monkeypatch.setattr(BlockPool, "share", share_without_counting)
     monkeypatch.setattr(BlockPool, "free", free_what_is_counted)
-    assert wrong(shared_prompt_under_pressure()) == ["second"]
+    assert "second" in wrong(shared_prompt_under_pressure())
 
 
 def test_blocks_named_one_too_many_give_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
