@@ -1,0 +1,104 @@
+"""The `baton` command from the outside."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from coordinator.cli import COMMANDS, load_command
+
+_HEAVY = ("torch", "transformers", "numpy", "aiohttp", "pydantic", "rich", "ucxx")
+_NOBODY = "tcp://127.0.0.1:1"
+
+
+def baton(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    program = "from coordinator.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=50, check=False
+    )
+
+
+def loaded_by(*arguments: str) -> list[str]:
+    """The heavy libraries that a command leaves loaded."""
+    program = f"""
+import atexit, json, sys
+atexit.register(lambda: print(json.dumps([name for name in {_HEAVY!r} if name in sys.modules]), file=sys.stderr))
+from coordinator.cli import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=50, check=False
+    )
+    loaded: list[str] = json.loads(done.stderr.splitlines()[-1])
+    return loaded
+
+
+def test_help_lists_every_command_with_a_line() -> None:
+    done = baton("--help")
+    assert done.returncode == 0
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    for name, command in COMMANDS.items():
+        assert f"{name} {command.help}" in lines
+
+
+def test_baton_alone_shows_its_help() -> None:
+    done = baton()
+    assert "prefill-node" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("coordinator", "--help"),
+        ("gateway", "--help"),
+        ("prefill-node", "--help"),
+        ("decode-node", "--help"),
+        ("status", "--coordinator", _NOBODY),
+        ("chat", "--url", "http://127.0.0.1:1", "-m", "hello"),
+        ("version",),
+    ],
+    ids=" ".join,
+)
+def test_a_command_that_must_answer_at_once_loads_nothing_heavy(arguments: tuple[str, ...]) -> None:
+    assert loaded_by(*arguments) == []
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_has_help_of_its_own(name: str) -> None:
+    command = load_command(name)
+    assert command.name == name
+    assert command.help
+
+
+def test_a_misspelt_command_is_refused_with_the_nearest() -> None:
+    done = baton("statis")
+    assert done.returncode == 2
+    assert "Did you mean 'status'?" in done.stderr
+
+
+def test_a_wrong_setting_is_one_line_and_exit_2() -> None:
+    done = baton("coordinator", "--prefill-unavailable", "perhaps")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "baton: prefill_unavailable = 'perhaps' (from --prefill-unavailable): expected one of local, fail\n",
+    )
+
+
+def test_status_without_a_coordinator_says_so_and_exits_with_1() -> None:
+    done = baton("status", "--coordinator", _NOBODY)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"baton: no coordinator at {_NOBODY} (")
+    assert "`baton up` starts a cluster" in done.stderr
+
+
+def test_status_says_what_is_wrong_with_its_own_flags() -> None:
+    done = baton("status", "--timeout", "soon")
+    assert done.returncode == 2
+    assert "'soon' is no number of seconds" in done.stderr
+
+
+def test_version_names_what_is_installed() -> None:
+    assert baton("version").stdout.startswith("baton 0.")
