@@ -29,8 +29,15 @@ class DecodeHistory(RuleBasedStateMachine):
         max_step_tokens=st.sampled_from([3, 8, 64]),
         prefix_cache=st.booleans(),
     )
-    def build(self, num_blocks: int, **config: int) -> None:
-        self.rig = Rig(num_blocks, block_size=BLOCK_SIZE, max_model_len=40, **config)
+    def build(self, num_blocks: int, max_running: int, max_step_tokens: int, prefix_cache: bool) -> None:
+        self.rig = Rig(
+            num_blocks,
+            block_size=BLOCK_SIZE,
+            max_model_len=40,
+            max_running=max_running,
+            max_step_tokens=max_step_tokens,
+            prefix_cache=prefix_cache,
+        )
         self.wanted: dict[str, int] = {}  # tokens still to come from this engine, by request
         self.reserving: dict[str, tuple[list[int], int]] = {}  # prompt and max_tokens, until the hand-over
         self.num_starved = 0
@@ -141,8 +148,15 @@ class PrefillHistory(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(6, 12), max_running=st.integers(1, 4), max_step_tokens=st.sampled_from([3, 8, 64])
     )
-    def build(self, num_blocks: int, **config: int) -> None:
-        self.rig = Rig(num_blocks, block_size=BLOCK_SIZE, admit_whole=True, max_model_len=40, **config)
+    def build(self, num_blocks: int, max_running: int, max_step_tokens: int) -> None:
+        self.rig = Rig(
+            num_blocks,
+            block_size=BLOCK_SIZE,
+            max_model_len=40,
+            admit_whole=True,
+            max_running=max_running,
+            max_step_tokens=max_step_tokens,
+        )
         self.open: dict[str, list[int]] = {}
         self.count = 0
 
