@@ -87,6 +87,7 @@ class _Engine:
         self._loopback = False
         self._num_users = 0
         self._exit_hook = False
+        self._worker: Any = None
 
     def borrow(self, host: str) -> Any:
         """The ucxx module, ready. TransferError if this process uses UCX in a way that `host` does not fit."""
@@ -106,6 +107,11 @@ class _Engine:
         if self._num_users == 0:
             self._stop()
 
+    def prepare(self) -> None:
+        """Call before each operation. ucxx keeps some fifty futures ready and complains when many are wanted at once."""
+        if self._worker is not None:
+            self._worker.populate_python_futures_pool()
+
     def _start(self, loop: asyncio.AbstractEventLoop, loopback: bool) -> None:
         os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # importing ucxx sets some that UCX does not know
         ucxx = importlib.import_module("ucxx")
@@ -115,6 +121,7 @@ class _Engine:
         # Every other progress mode spins.
         ucxx.init(options, env_takes_precedence=True, progress_mode="thread", enable_python_future=True)
         self._loop, self._loopback = loop, loopback
+        self._worker = ucxx.core._get_ctx().worker
         ucxx_close = loop.close  # ucxx has put its own in place
 
         def close() -> None:
@@ -134,9 +141,12 @@ class _Engine:
             return
         ucxx = importlib.import_module("ucxx")
         context = ucxx.core._get_ctx()
-        context.notifier_thread_q.put("shutdown")
-        context.worker.stop_request_notifier_thread()  # else its thread looks at the queue once a second
-        del context
+        # Else `reset` waits for up to a second until ucxx's thread looks whether it should end. The thread may want
+        # the interpreter's lock for its last steps, so it is joined in small portions.
+        self._worker.stop_request_notifier_thread()
+        while context.notifier_thread.is_alive():
+            context.notifier_thread.join(timeout=0.005)
+        self._worker = context = None
         # ucxx leaves its wrapper on the loop, and through it the worker with its thread and descriptors.
         loop.__dict__.pop("close", None)
         # Raises if somebody still holds an endpoint, as at the end of a process: the threads are stopped all the same.
@@ -262,6 +272,7 @@ async def _outcome(operation: Coroutine[Any, Any, Any]) -> None:
     """PeerLostError for whatever UCX raises."""
     reason = ""
     try:
+        ENGINE.prepare()
         await operation
     except Exception as error:
         reason = said_by_ucx(error)

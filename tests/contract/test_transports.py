@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import pytest_asyncio
 
 from common.clock import new_id
 from common.errors import PeerLostError, StaleBlockError, TransferError
@@ -26,6 +27,8 @@ from kv_transfer.memory import MemoryTransport
 from kv_transfer.shm import ShmTransport
 from kv_transfer.tcp import TcpTransport
 from kv_transfer.ucx import UcxTransport
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NUM_BLOCKS = 64
 SMALL = KVLayout(block_size=4, dtype="float32", itemsize=4, layers=(LayerKV(2, 8, 8),) * 3)
@@ -51,6 +54,19 @@ def made(name: str) -> Transport:
 @pytest.fixture(params=list(MAKE))
 def transport(request: pytest.FixtureRequest) -> Transport:
     return made(request.param)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", autouse=True)
+async def ucx_stays_up() -> AsyncIterator[None]:
+    """Starting UCX takes longer than all these tests; `test_ucx_process.py` looks at its start and end."""
+    if ucx.available() is not None:
+        yield
+        return
+    from kv_transfer.ucx_wire import ENGINE
+
+    ENGINE.borrow("127.0.0.1")
+    yield
+    ENGINE.give_back()
 
 
 def owned_pool(layout: KVLayout = SMALL, num_blocks: int = NUM_BLOCKS) -> PoolMemory:
