@@ -7,8 +7,8 @@ decoding all of them at once gives.
 
 Two ways, chosen by the tokenizer:
 
-- `ByteDetokenizer`: in a byte-level vocabulary every token is a fixed run of bytes. Bytes go through an
-  incremental UTF-8 decoder, which holds back an unfinished character. A table look-up a token.
+- `ByteDetokenizer`: in a byte-level vocabulary every token is a fixed run of bytes. Whole characters are a
+  table look-up; other bytes go through an incremental UTF-8 decoder, which holds back an unfinished one.
 - `WindowDetokenizer`: everything else. Decode a window of the newest tokens with and without the newest
   one; the difference is its text. The window starts one emission back (left context for leading spaces)
   and ends where the text does not end in U+FFFD. Its size is bounded, so a token costs the same at any
@@ -37,38 +37,55 @@ class Detokenizer(Protocol):
         ...
 
 
-class TokenBytes(dict[int, bytes]):
-    """Token id -> its bytes, in a byte-level vocabulary. Filled on use; special and unknown ids are empty."""
+class TokenPieces(dict[int, str | bytes]):
+    """Token id -> what it stands for in a byte-level vocabulary: text if its bytes are whole characters.
 
-    def __init__(self, text_of: Callable[[int], str | None], special: Container[int]) -> None:
+    Filled on use. Special and unknown ids stand for nothing.
+    """
+
+    def __init__(self, name_of: Callable[[int], str | None], special: Container[int]) -> None:
         super().__init__()
-        self._text_of = text_of
+        self._name_of = name_of
         self._special = special
 
-    def __missing__(self, token: int) -> bytes:
-        text = None if token in self._special else self._text_of(token)
-        if text is None:
-            piece = b""
-        else:
-            try:
-                piece = bytes([_BYTE_OF[char] for char in text])
-            except KeyError:  # an added token: it stands for its own text
-                piece = text.encode()
+    def __missing__(self, token: int) -> str | bytes:
+        name = None if token in self._special else self._name_of(token)
+        piece: str | bytes = "" if name is None else _piece(name)
         self[token] = piece
+        return piece
+
+
+def _piece(name: str) -> str | bytes:
+    try:
+        piece = bytes([_BYTE_OF[char] for char in name])
+    except KeyError:  # an added token: it stands for its own text
+        return name
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
         return piece
 
 
 class ByteDetokenizer:
     """For byte-level vocabularies."""
 
-    __slots__ = ("_decode", "_token_bytes")
+    __slots__ = ("_decode", "_is_between", "_pieces")
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
-        self._token_bytes = token_bytes
+    def __init__(self, pieces: TokenPieces) -> None:
+        self._pieces = pieces
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._is_between = True
+        """No character is unfinished for certain: whole text needs no decoder."""
 
     def push(self, token: int) -> str:
-        return self._decode(self._token_bytes[token])
+        piece = self._pieces[token]
+        if isinstance(piece, str):
+            if self._is_between or not piece:
+                return piece
+            self._is_between = True
+            return self._decode(piece.encode())
+        self._is_between = False
+        return self._decode(piece)
 
     def flush(self) -> str:
         return self._decode(b"", True)

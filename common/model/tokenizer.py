@@ -14,7 +14,7 @@ from tokenizers import decoders
 
 from common.errors import ConfigError, RequestError
 from common.model.chat_template import ChatTemplate
-from common.model.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
+from common.model.detokenizer import ByteDetokenizer, Detokenizer, TokenPieces, WindowDetokenizer
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _NO_LIMIT = 1 << 30
@@ -31,7 +31,7 @@ class Tokenizer:
         self._fast = fast
         self._special = {token: True for token, added in fast.get_added_tokens_decoder().items() if added.special}
         is_byte_level = isinstance(fast.decoder, decoders.ByteLevel)
-        self._token_bytes = TokenBytes(fast.id_to_token, self._special) if is_byte_level else None
+        self._pieces = TokenPieces(fast.id_to_token, self._special) if is_byte_level else None
         special_tokens = _special_tokens(configs["tokenizer_config"])
         self._chat_template = None if template is None else ChatTemplate(template, special_tokens)
         self.eos_token_ids = _eos_token_ids(fast, configs, special_tokens)
@@ -74,8 +74,8 @@ class Tokenizer:
 
     def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
         """A fresh stream. With `context` the text continues it (a completion), without it stands alone (an answer)."""
-        if self._token_bytes is not None:
-            return ByteDetokenizer(self._token_bytes)
+        if self._pieces is not None:
+            return ByteDetokenizer(self._pieces)
         return WindowDetokenizer(self._fast.decode, self._special, context)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
