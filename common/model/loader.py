@@ -77,7 +77,7 @@ def load(
     rope.pin(module, text, length)
     if device is not None:
         module = module.to(device)
-    layers = discover(module, text, block_size)
+    layers = discover(module, text, block_size=block_size, max_model_len=length)
     layout = KVLayout(
         block_size=block_size,
         dtype=str(dtype).removeprefix("torch."),
@@ -99,7 +99,7 @@ def _length(text: Any, asked: int) -> int:
     return rope.longest(text, asked, own or asked)
 
 
-def discover(module: Model, text: Any, block_size: int) -> tuple[LayerSpec, ...]:
+def discover(module: Model, text: Any, *, block_size: int, max_model_len: int) -> tuple[LayerSpec, ...]:
     """One LayerSpec for each attention layer, in model order, with offsets into a block.
 
     ConfigError unless every layer calls AttentionInterface exactly once with nothing that we would ignore.
@@ -117,8 +117,11 @@ def discover(module: Model, text: Any, block_size: int) -> tuple[LayerSpec, ...]
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
 
     ids = torch.zeros(1, 2, dtype=torch.long, device=module.device)
-    with torch.inference_mode(), bound(record):
-        module(input_ids=ids, position_ids=torch.arange(2, device=module.device)[None], use_cache=False)
+    try:
+        with torch.inference_mode(), bound(record):
+            module(input_ids=ids, position_ids=torch.arange(2, device=module.device)[None], use_cache=False)
+    except Exception as error:  # whatever a model's own code does when it meets attention it was not made for
+        raise ConfigError(f"model: {text.model_type} cannot be served: its dry run failed: {error!r}") from error
     wrong = [index for index in range(text.num_hidden_layers) if len(calls.get(index, ())) != 1]
     if wrong or len(calls) != text.num_hidden_layers:
         raise ConfigError(
@@ -127,10 +130,29 @@ def discover(module: Model, text: Any, block_size: int) -> tuple[LayerSpec, ...]
         )
     layers, offset = [], 0
     for index in range(text.num_hidden_layers):
-        layer = calls[index][0].spec(index, offset, block_size, text)
+        call = calls[index][0]
+        reason = call.unservable(_window(text, index, max_model_len))
+        if reason is not None:
+            raise ConfigError(f"model: {text.model_type} cannot be served: its layer {index} {reason}")
+        layer = call.spec(index, offset, block_size)
         layers.append(layer)
         offset = layer.v_offset + layer.num_kv_heads * block_size * layer.v_head_dim
     return tuple(layers)
+
+
+def _window(text: Any, index: int, max_model_len: int) -> int | None:
+    """What the configuration says layer `index` sees, where that is less than the longest sequence.
+
+    Some models slide by their mask alone, which is never built here. ConfigError for layers that are no attention.
+    """
+    layer_types = getattr(text, "layer_types", None)
+    layer_type = layer_types[index] if layer_types else "attention"
+    if layer_type not in _LAYER_TYPES:
+        raise ConfigError(f"model: {text.model_type} cannot be served: its layer {index} is of type {layer_type}")
+    window = getattr(text, "attention_chunk_size", None)
+    if layer_type == "sliding_attention" or not layer_types:
+        window = window or getattr(text, "sliding_window", None)
+    return window if window is not None and window < max_model_len else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,22 +166,22 @@ class _Call:
     options: dict[str, Any]
     causal: bool
 
-    def spec(self, index: int, offset: int, block_size: int, text: Any) -> LayerSpec:
-        given = {name: value for name, value in self.options.items() if value is not None}
-        unknown = sorted(given.keys() - _UNDERSTOOD - _HARMLESS)
-        layer_type = (getattr(text, "layer_types", None) or {index: None})[index]
-        window = given.get("sliding_window")
-        reason = None
+    def unservable(self, expected_window: int | None) -> str | None:
+        """Why paged attention would answer wrongly for this layer, or None."""
+        unknown = sorted(
+            name for name, value in self.options.items() if value is not None and name not in _UNDERSTOOD | _HARMLESS
+        )
         if unknown:
-            reason = f"passes {', '.join(unknown)} to its attention, which paged attention would ignore"
-        elif not self.causal:
-            reason = "is not causal"
-        elif layer_type is not None and layer_type not in _LAYER_TYPES:
-            reason = f"is of type {layer_type}"
-        elif layer_type == "sliding_attention" and window is None:
-            reason = "slides without passing its window to AttentionInterface"
-        if reason is not None:
-            raise ConfigError(f"model: {text.model_type} cannot be served: its layer {index} {reason}")
+            return f"passes {', '.join(unknown)} to its attention, which paged attention would ignore"
+        if not self.causal:
+            return "is not causal"
+        if expected_window is not None and self.options.get("sliding_window") is None:
+            return f"sees {expected_window} tokens only, without passing that to AttentionInterface"
+        return None
+
+    def spec(self, index: int, offset: int, block_size: int) -> LayerSpec:
+        given = {name: value for name, value in self.options.items() if value is not None}
+        window = given.get("sliding_window")
         sinks = given.get("s_aux")
         return LayerSpec(
             index=index,

@@ -43,14 +43,13 @@ def pin(module: torch.nn.Module, text: Any, max_model_len: int) -> None:
     for scaling in _scalings(text):
         if max_model_len <= _original(text, scaling):
             continue
-        if "rope_type" not in (text.rope_parameters or {}):
+        parts: list[Any] = [part for part in module.modules() if hasattr(part, "original_inv_freq")]
+        if "rope_type" not in text.rope_parameters or not parts:
             raise ConfigError(
-                f"max_model_len: {text.model_type} has long rotary frequencies by layer type; set max_model_len to "
-                f"{_original(text, scaling)} or less"
+                f"max_model_len: the rotary frequencies of {text.model_type} beyond {_original(text, scaling)} tokens "
+                "depend on the batch; set max_model_len to that or less"
             )
         long, _ = ROPE_INIT_FUNCTIONS["longrope"](text, torch.device("cpu"), seq_len=_original(text, scaling) + 1)
-        part: Any
-        for part in module.modules():
-            if hasattr(part, "original_inv_freq"):
-                part.original_inv_freq.copy_(long)  # what transformers falls back to for short batches
-                part.inv_freq.copy_(long)
+        for part in parts:
+            part.original_inv_freq.copy_(long)  # what transformers falls back to for short batches
+            part.inv_freq.copy_(long)

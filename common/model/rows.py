@@ -5,9 +5,11 @@ kernels treat the last few elements of a tensor apart. Both end with enough padd
 is measured on the model's own layers, rounded up to a multiple.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
+import torch.nn.functional as F
 from transformers.pytorch_utils import Conv1D
 
 ROW_MULTIPLE = 4
@@ -46,10 +48,11 @@ def row_floor(products: Iterable[tuple[int, torch.dtype, Product]]) -> int | Non
 
 
 def _same_from(floor: int, rows: torch.Tensor, whole: torch.Tensor, product: Product) -> bool:
-    counts = {padded(floor + more, floor) for more in (0, 1, 5, 9)} | {32, 48, 64}
+    counts = {floor, floor + ROW_MULTIPLE, 20, 28, 36, 44, 64}
     return all(
         torch.equal(product(rows[_SHIFT : _SHIFT + count].clone()), whole[_SHIFT : _SHIFT + count])
         for count in sorted(counts)
+        if count >= floor
     )
 
 
@@ -57,9 +60,22 @@ def linear_products(model: torch.nn.Module) -> Iterator[tuple[int, torch.dtype, 
     """(input width, dtype, product) of one linear layer of each kind and shape."""
     seen = set()
     for module in model.modules():
-        if isinstance(module, (torch.nn.Linear, Conv1D)):
+        if type(module) is torch.nn.Linear or isinstance(module, Conv1D):
             key = (type(module), tuple(module.weight.shape), module.bias is None)
             if key not in seen:
                 seen.add(key)
-                width = module.in_features if isinstance(module, torch.nn.Linear) else module.weight.shape[0]
+                width = module.weight.shape[0 if isinstance(module, Conv1D) else 1]
                 yield width, module.weight.dtype, module
+
+
+def widen_single_outputs(model: torch.nn.Module) -> None:
+    """Compute layers of one output (gates of shared experts) with two: one alone is a matrix-vector product, whose
+    order of summation differs from row to row."""
+    for module in model.modules():
+        if type(module) is torch.nn.Linear and module.out_features == 1:
+            module.forward = functools.partial(_first_of_two, module)  # type: ignore[method-assign]
+
+
+def _first_of_two(layer: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:
+    bias = None if layer.bias is None else layer.bias.expand(2)
+    return F.linear(rows, layer.weight.expand(2, -1), bias)[..., :1]

@@ -24,7 +24,7 @@ from common.messages import Incarnation
 from common.model import loader
 from common.model.experts import expert_layers, expert_products, pad_experts
 from common.model.loader import LoadedModel
-from common.model.rows import linear_products, row_floor
+from common.model.rows import linear_products, row_floor, widen_single_outputs
 from common.model.sampler import sample
 from common.model.step import step_tensors
 from common.model.store import Progress, no_progress, resolve
@@ -62,6 +62,7 @@ def load_runner(
 
 def _settle_row_floor(loaded: LoadedModel, model: ModelConfig) -> int:
     """The measured floor; gives up threads that nobody asked for rather than equal bits."""
+    widen_single_outputs(loaded.module)
     layers = expert_layers(loaded.module)
 
     def measure() -> int | None:

@@ -46,7 +46,13 @@ def load_model(folder: Path, config: Any, dtype: torch.dtype) -> tuple[Model, bo
             model = _auto_model.from_pretrained(
                 folder, config=config, dtype=dtype, attn_implementation=ATTENTION, local_files_only=True
             )
-    except (ValueError, ImportError, KeyError, OSError) as error:
+    except KeyError as error:
+        if error.args != (ATTENTION,):
+            raise
+        raise ConfigError(
+            f"model: {config.model_type} cannot be served: it has attention classes of its own"
+        ) from error
+    except (ValueError, ImportError, OSError) as error:
         raise ConfigError(f"model: transformers cannot load {folder} ({config.model_type}): {error}") from error
     return model.eval().requires_grad_(False), mapped
 
