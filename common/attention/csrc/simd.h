@@ -26,6 +26,7 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline))  // keeps compiling a matter of seconds
 
 constexpr int kWidth = BATON_WIDTH;
 // Vectors a microkernel may spread one row over: sized so that six rows' accumulators stay in registers.
@@ -47,7 +48,13 @@ typedef uint16_t bf16;  // the upper half of a float's bits
 INLINE vf splat(float x) { return x - (vf){}; }
 INLINE vf load(const float* p) { return *(const vf_memory*)p; }
 INLINE void store(float* p, vf x) { *(vf_memory*)p = x; }
-INLINE vf load(const bf16* p) { return (vf)(__builtin_convertvector((vh) * (const vh_memory*)p, vu) << 16); }
+INLINE vf load(const bf16* p) {
+#if BATON_WIDTH == 8 && defined(__AVX2__)  // one instruction, where GCC makes two and needs a register more
+    return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#else
+    return (vf)(__builtin_convertvector((vh) * (const vh_memory*)p, vu) << 16);
+#endif
+}
 
 INLINE float to_float(float x) { return x; }
 INLINE float to_float(bf16 x) {
@@ -88,16 +95,21 @@ INLINE vf fma(vf a, vf b, vf c) {
 #endif
 }
 
+// Keeps x in a register: without it GCC reloads a vector for each of its uses, and loads become the limit.
+INLINE vf held(vf x) {
+#if defined(__AVX__) && BATON_WIDTH * 4 <= __BIGGEST_ALIGNMENT__
+    asm("" : "+v"(x));
+#endif
+    return x;
+}
+
 INLINE vf select(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
 INLINE vf max(vf a, vf b) { return a > b ? a : b; }
 
 // The largest lane: halves against each other down to one.
 INLINE float max_lane(vf x) {
 #if BATON_WIDTH >= 8 && defined(__AVX__)
-#if BATON_WIDTH == 16 && defined(__AVX512F__)
-    __m256 eight = _mm256_max_ps(_mm512_castps512_ps256((__m512)x),
-                                 _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)x, 1)));
-#elif BATON_WIDTH == 16
+#if BATON_WIDTH == 16
     float lanes[16];
     store(lanes, x);
     __m256 eight = _mm256_max_ps(_mm256_loadu_ps(lanes), _mm256_loadu_ps(lanes + 8));
@@ -154,7 +166,7 @@ INLINE vf tanh(vf x) {
 // Four consecutive floats of each of kWidth rows, four rows of every quarter side by side: the start of a
 // transposition whose remaining steps stay inside 128-bit lanes (the cheap shuffles of AVX).
 // Result lane 4*q + i is rows[4*q][i].
-INLINE vf gather_quads(const float* const* rows, int64_t at) {
+INLINE vf gather_quads(const float* const rows[kWidth], int64_t at) {
 #if BATON_WIDTH == 16 && defined(__AVX512F__)
     __m512 x = _mm512_castps128_ps512(_mm_loadu_ps(rows[0] + at));
     x = _mm512_insertf32x4(x, _mm_loadu_ps(rows[4] + at), 1);
@@ -169,21 +181,6 @@ INLINE vf gather_quads(const float* const* rows, int64_t at) {
     vf x;
     for (int i = 0; i < kWidth; i++) x[i] = rows[i & ~3][at + (i & 3)];
     return x;
-#endif
-}
-
-INLINE vf gather_quads(const bf16* const* rows, int64_t at) {
-    uint64_t quads[kWidth / 4];
-    for (int q = 0; q < kWidth / 4; q++) memcpy(&quads[q], rows[4 * q] + at, 8);
-#if BATON_WIDTH == 16 && defined(__AVX512F__)
-    __m256i halves = _mm256_set_epi64x(quads[3], quads[2], quads[1], quads[0]);
-    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
-#elif BATON_WIDTH == 8 && defined(__AVX2__)
-    return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_set_epi64x(quads[1], quads[0])), 16);
-#else
-    bf16 halves[kWidth];
-    memcpy(halves, quads, sizeof halves);
-    return load(halves);
 #endif
 }
 
@@ -206,9 +203,8 @@ INLINE vf gather_quads(const bf16* const* rows, int64_t at) {
 #define IN_LANES(a, b, i, j, k, l) SHUFFLE(a, b, i, j, k, l)
 #endif
 
-// out[i] = element `at + i` of rows[0 .. kWidth), for i in 0..3.
-template <class T>
-INLINE void transpose_quads(const T* const* rows, int64_t at, vf out[4]) {
+// out[i] = float `at + i` of rows[0 .. kWidth), for i in 0..3.
+INLINE void transpose_quads(const float* const rows[kWidth], int64_t at, vf out[4]) {
     vf a = gather_quads(rows, at), b = gather_quads(rows + 1, at);
     vf c = gather_quads(rows + 2, at), d = gather_quads(rows + 3, at);
     vf ab_low = IN_LANES(a, b, 0, 4, 1, 5), ab_high = IN_LANES(a, b, 2, 6, 3, 7);
@@ -217,4 +213,20 @@ INLINE void transpose_quads(const T* const* rows, int64_t at, vf out[4]) {
     out[1] = IN_LANES(ab_low, cd_low, 2, 3, 6, 7);
     out[2] = IN_LANES(ab_high, cd_high, 0, 1, 4, 5);
     out[3] = IN_LANES(ab_high, cd_high, 2, 3, 6, 7);
+}
+
+// The elements that 16 bytes of every row hold, as floats: out[i] = element `at + i` of rows[0 .. kWidth).
+// That is 4 of fp32, or 8 of bf16, transposed in pairs (the odd one is the upper half of a pair's bits).
+INLINE void transpose_chunk(const float* const rows[kWidth], int64_t at, vf out[4]) {
+    transpose_quads(rows, at, out);
+}
+INLINE void transpose_chunk(const bf16* const rows[kWidth], int64_t at, vf out[8]) {
+    const float* pairs[kWidth];
+    for (int i = 0; i < kWidth; i++) pairs[i] = (const float*)(rows[i] + at);
+    vf both[4];
+    transpose_quads(pairs, 0, both);
+    for (int i = 0; i < 4; i++) {
+        out[2 * i] = (vf)((vu)both[i] << 16);
+        out[2 * i + 1] = (vf)((vu)both[i] & 0xffff0000u);
+    }
 }

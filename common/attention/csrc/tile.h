@@ -18,6 +18,8 @@ namespace {
 constexpr int kTile = 64;      // keys
 constexpr int kLanes = 16;     // partial sums of the softmax denominator, whatever kWidth is
 constexpr int kMaxRows = 6;    // query rows of one microkernel
+constexpr int kStride = 8;      // iterations between two looks at what to fetch ahead
+constexpr int kLine = 64;      // bytes of a cache line
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLowest = -3.0e38f;
 
@@ -32,40 +34,85 @@ struct RowState {
     float sums[kLanes];
 };
 
+// Rows to bring into the cache while others are worked on: a little at a time, so that memory and arithmetic overlap
+// (blocks lie scattered, hardware sees no stream to follow). Three places call `fetch`, the arguments 1, 3 and 3
+// being what spreads a tile of keys and values evenly over the work on the tile before it.
+struct Ahead {
+    int count, next, at;   // rows listed; where the walk is
+    int lines, row_bytes;  // cache lines a step
+    const char* rows[2 * kTile];
+
+    void fetch(int steps) {
+        for (int n = steps * lines; n > 0 && next < count; n--) {
+            __builtin_prefetch(rows[next] + at);
+            at += kLine;
+            if (at >= row_bytes) {
+                at = 0;
+                next++;
+            }
+        }
+    }
+};
+
 // keys[d * kTile + j] = element d of rows[j], for the columns first .. last (multiples of kLanes).
-// Every row pointer in that range must be readable. `hint` is called once per four elements of kWidth rows.
-template <class T, class Hint>
-INLINE void transpose_keys(const T* const* rows, int first, int last, int dim, float* keys, Hint hint) {
+// Every row pointer in that range must be readable.
+template <class T>
+INLINE void transpose_keys(const T* const* rows, int first, int last, int dim, float* keys, Ahead* ahead) {
     for (int j = first; j < last; j += kWidth) {
+        const T* row[kWidth];  // a local copy: stores to keys cannot change it
+        for (int i = 0; i < kWidth; i++) row[i] = rows[j + i];
+        constexpr int chunk = 16 / sizeof(T);
         int d = 0;
-        for (; d + 4 <= dim; d += 4) {
-            vf out[4];
-            transpose_quads(rows + j, d, out);
-            for (int i = 0; i < 4; i++) store(keys + (d + i) * kTile + j, out[i]);
-            hint(j, d);
+        for (; d + chunk <= dim; d += chunk) {
+            if (d % 16 == 0) ahead->fetch(1);
+            vf out[chunk];
+            transpose_chunk(row, d, out);
+#pragma GCC unroll 8
+            for (int i = 0; i < chunk; i++) store(keys + (d + i) * kTile + j, out[i]);
         }
         for (; d < dim; d++)
-            for (int i = 0; i < kWidth; i++) keys[d * kTile + j + i] = to_float(rows[j + i][d]);
+            for (int i = 0; i < kWidth; i++) keys[d * kTile + j + i] = to_float(row[i][d]);
+    }
+}
+
+// sum[r][v] += x[r * stride] * y[v], keeping the shorter side in registers: 16 must do for all of it.
+template <int R, int V, class T>
+INLINE void multiply_add(const float* x, int64_t stride, const T* y, vf (&sum)[R][V]) {
+    if (R < V) {
+        vf scalar[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) scalar[r] = splat(x[r * stride]);
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) {
+            vf vector = held(load(y + v * kWidth));
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) sum[r][v] = fma(scalar[r], vector, sum[r][v]);
+        }
+    } else {
+        vf vector[V];
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) vector[v] = load(y + v * kWidth);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            vf scalar = splat(x[r * stride]);
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) sum[r][v] = fma(scalar, vector[v], sum[r][v]);
+        }
     }
 }
 
 // weights[r * kTile + j] = query row r . key j, for the columns first .. last. query is [dim][R].
 template <int R, int V>
-INLINE void score_columns(const float* query, const float* keys, int dim, int first, int last, float* weights) {
+INLINE void score_columns(const float* query, const float* keys, int dim, int first, int last, float* weights,
+                          Ahead* ahead) {
     for (int j = first; j + V * kWidth <= last; j += V * kWidth) {
         vf sum[R][V] = {};
         const float* q = query;
         const float* k = keys + j;
-        for (int d = 0; d < dim; d++, q += R, k += kTile) {
-            vf key[V];
-#pragma GCC unroll 8
-            for (int v = 0; v < V; v++) key[v] = load(k + v * kWidth);
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++) {
-                vf x = splat(q[r]);
-#pragma GCC unroll 8
-                for (int v = 0; v < V; v++) sum[r][v] = fma(x, key[v], sum[r][v]);
-            }
+        for (int d = 0; d < dim;) {
+            ahead->fetch(3);
+            for (int stop = d + kStride < dim ? d + kStride : dim; d < stop; d++, q += R, k += kTile)
+                multiply_add<R, V>(q, 1, k, sum);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
@@ -76,7 +123,7 @@ INLINE void score_columns(const float* query, const float* keys, int dim, int fi
 
 // Scores to weights, in place, over the columns first .. last; `state` advances. Returns what the output so far
 // must be multiplied with. With `softcap` the scores come divided by it.
-INLINE float softmax_step(float* weights, int first, int last, Visible see, float softcap, RowState* state) {
+NOINLINE float softmax_step(float* weights, int first, int last, Visible see, float softcap, RowState* state) {
     if (softcap > 0)
         for (int j = first; j < last; j += kWidth)
             store(weights + j, tanh(load(weights + j)) * splat(softcap * kLog2e));
@@ -105,23 +152,16 @@ INLINE float softmax_step(float* weights, int first, int last, Visible see, floa
 // out[r * stride + d] += weights[r * kTile + j] * values[j][d] over keys first <= j < last, for V vectors from `at`.
 template <int R, int V, class T>
 INLINE void add_values_at(const float* weights, const T* const* values, Visible keys, int64_t at, float* out,
-                          int64_t stride) {
+                          int64_t stride, Ahead* ahead) {
     vf sum[R][V];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) sum[r][v] = load(out + r * stride + at + v * kWidth);
-    for (int j = keys.first; j < keys.last; j++) {
-        const T* row = values[j] + at;
-        vf value[V];
-#pragma GCC unroll 8
-        for (int v = 0; v < V; v++) value[v] = load(row + v * kWidth);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            vf w = splat(weights[r * kTile + j]);
-#pragma GCC unroll 8
-            for (int v = 0; v < V; v++) sum[r][v] = fma(w, value[v], sum[r][v]);
-        }
+    for (int j = keys.first; j < keys.last;) {
+        ahead->fetch(3);
+        for (int stop = j + kStride < keys.last ? j + kStride : keys.last; j < stop; j++)
+            multiply_add<R, V>(weights + j, kTile, values[j] + at, sum);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
@@ -131,21 +171,22 @@ INLINE void add_values_at(const float* weights, const T* const* values, Visible 
 
 // The same over the whole value row of `width` elements (a multiple of kWidth).
 template <int R, class T>
-INLINE void add_values(const float* weights, const T* const* values, Visible keys, float* out, int width) {
+NOINLINE void add_values(const float* weights, const T* const* values, Visible keys, float* out, int width,
+                       Ahead* ahead) {
     constexpr int V = R > 3 ? kWideVectors : 4;
     int at = 0;
-    for (; at + V * kWidth <= width; at += V * kWidth) add_values_at<R, V>(weights, values, keys, at, out, width);
+    for (; at + V * kWidth <= width; at += V * kWidth) add_values_at<R, V>(weights, values, keys, at, out, width, ahead);
     for (; at + 2 * kWidth <= width; at += 2 * kWidth)
-        add_values_at<R, 2>(weights, values, keys, at, out, width);
-    for (; at < width; at += kWidth) add_values_at<R, 1>(weights, values, keys, at, out, width);
+        add_values_at<R, 2>(weights, values, keys, at, out, width, ahead);
+    for (; at < width; at += kWidth) add_values_at<R, 1>(weights, values, keys, at, out, width, ahead);
 }
 
-// R query rows against one tile: everything of a tile that is done row by row. Not inlined: six instances.
+// R query rows against one tile: everything of a tile that is done row by row.
 // query [dim][R], keys [dim][kTile], values[kTile] -> rows of `width`, out [R][width].
 template <int R, class T>
-__attribute__((noinline)) void attend_rows(const float* query, const float* keys, const T* const* values, int dim,
+NOINLINE void attend_rows(const float* query, const float* keys, const T* const* values, int dim,
                                            int width, float softcap, const Visible* see, RowState* states,
-                                           float* out) {
+                                           float* out, Ahead* ahead) {
     // The span that some row sees, in whole groups of lanes (weights of the others are exactly 0), and the core
     // that all rows see.
     Visible span = {kTile, 0}, core = {0, kTile};
@@ -163,8 +204,8 @@ __attribute__((noinline)) void attend_rows(const float* query, const float* keys
     constexpr int V = R > 3 ? kWideVectors : 4;
     constexpr int Step = V * kWidth > kLanes ? V * kWidth : kLanes;
     int wide = span.first + (span.last - span.first) / Step * Step;
-    score_columns<R, V>(query, keys, dim, span.first, wide, weights);
-    score_columns<R, kLanes / kWidth < V ? kLanes / kWidth : V>(query, keys, dim, wide, span.last, weights);
+    score_columns<R, V>(query, keys, dim, span.first, wide, weights, ahead);
+    score_columns<R, kLanes / kWidth < V ? kLanes / kWidth : V>(query, keys, dim, wide, span.last, weights, ahead);
 
     for (int r = 0; r < R; r++) {
         if (see[r].first >= see[r].last) continue;
@@ -179,13 +220,13 @@ __attribute__((noinline)) void attend_rows(const float* query, const float* keys
     for (int r = 0; r < R; r++) {
         Visible before = {see[r].first, see[r].last < core.first ? see[r].last : core.first};
         if (before.first < before.last)
-            add_values<1>(weights + r * kTile, values, before, out + (int64_t)r * width, width);
+            add_values<1>(weights + r * kTile, values, before, out + (int64_t)r * width, width, ahead);
     }
-    if (core.first < core.last) add_values<R>(weights, values, core, out, width);
+    if (core.first < core.last) add_values<R>(weights, values, core, out, width, ahead);
     for (int r = 0; r < R; r++) {
         Visible after = {core.last, see[r].last};
         if (after.first < after.last)
-            add_values<1>(weights + r * kTile, values, after, out + (int64_t)r * width, width);
+            add_values<1>(weights + r * kTile, values, after, out + (int64_t)r * width, width, ahead);
     }
 }
 

@@ -2,11 +2,13 @@
 
 #pragma once
 
+#include <signal.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace {
@@ -30,7 +32,7 @@ class Workers {
         {
             std::lock_guard<std::mutex> lock(mutex_);
             grow(threads - 1);
-            invited_ = active_ = threads - 1;
+            invited_ = active_ = threads - 1 < started_ ? threads - 1 : started_;
             round_++;
         }
         wake_.notify_all();
@@ -44,13 +46,21 @@ class Workers {
         for (int i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) call_(context_, i);
     }
 
-    // Detached: they sleep until the process ends. A forked child has none of its parent's and starts its own.
+    // Detached: they sleep until the process ends. A forked child has none of its parent's and starts its own;
+    // where the system gives no more threads, fewer do the work.
     void grow(int wanted) {
         if (process_ != getpid()) {
             process_ = getpid();
             started_ = 0;
         }
-        for (; started_ < wanted; started_++) std::thread(&Workers::loop, this, started_, round_).detach();
+        sigset_t all, before;  // signals are the caller's: a new thread inherits the mask
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        try {
+            for (; started_ < wanted; started_++) std::thread(&Workers::loop, this, started_, round_).detach();
+        } catch (const std::system_error&) {
+        }
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
     void loop(int index, long seen) {
