@@ -1,6 +1,6 @@
 """Which transport a pair of nodes uses: found by trying, best first, when the pair first meets."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from common.errors import TransferError
 from common.kv_cache.memory import PoolMemory
@@ -48,7 +48,7 @@ async def connect(
     `wanted` is "auto" or a transport's name. TransferError lists what was tried and why each failed.
     """
     tried: list[str] = []
-    for offer in _in_order(offers, wanted):
+    for offer in in_order(offers, wanted):
         transport: Transport = load(TRANSPORTS, offer.transport, kind="transport")()
         reader = transport.reader(offer, owner=owner, pool=pool)
         try:
@@ -63,7 +63,9 @@ async def connect(
     raise TransferError(f"no way to the blocks of {owner}: it offers {offered}, transport is set to {wanted} here")
 
 
-def _in_order(offers: Sequence[Offer], wanted: str) -> list[Offer]:
+def in_order(
+    offers: Sequence[Offer], wanted: str, *, rdma_or_cuda_here: Callable[[], bool] = has_rdma_or_cuda
+) -> list[Offer]:
     """shm; ucx if both sides have RDMA or CUDA; tcp; and ucx without either only where it is all there is."""
     if wanted != AUTO:
         return [offer for offer in offers if offer.transport == wanted]
@@ -73,7 +75,7 @@ def _in_order(offers: Sequence[Offer], wanted: str) -> list[Offer]:
             case "shm":
                 ranked.append((0, offer))
             case "ucx":
-                ranked.append((1 if offers_rdma_or_cuda(offer) and has_rdma_or_cuda() else 3, offer))
+                ranked.append((1 if offers_rdma_or_cuda(offer) and rdma_or_cuda_here() else 3, offer))
             case "tcp":
                 ranked.append((2, offer))
             case _:

@@ -108,7 +108,7 @@ class _Engine:
             self._stop()
 
     def prepare(self) -> None:
-        """Call before each operation. ucxx keeps some fifty futures ready and complains when many are wanted at once."""
+        """Call before each operation: ucxx keeps some fifty futures ready and complains if more are wanted at once."""
         if self._worker is not None:
             self._worker.populate_python_futures_pool()
 
@@ -146,6 +146,7 @@ class _Engine:
         self._worker.stop_request_notifier_thread()
         while context.notifier_thread.is_alive():
             context.notifier_thread.join(timeout=0.005)
+        self._worker.stop_request_notifier_thread()  # says it once more to a worker that may think it still runs
         self._worker = context = None
         # ucxx leaves its wrapper on the loop, and through it the worker with its thread and descriptors.
         loop.__dict__.pop("close", None)
