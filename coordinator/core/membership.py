@@ -29,8 +29,6 @@ def reference(cards: Sequence[NodeCard]) -> NodeCard:
 
 def misfits(cards: Sequence[NodeCard]) -> dict[NodeId, str]:
     """The nodes of one model name that differ from the reference, with the reason."""
-    if not cards:
-        return {}
     standard = reference(cards)
     reasons = {card.node: model_mismatch(card, standard) for card in cards}
     return {node: f"does not fit {standard.node}: {reason}" for node, reason in reasons.items() if reason is not None}

@@ -56,7 +56,7 @@ from coordinator.core.events import (
     WatcherId,
     WatchOpened,
 )
-from coordinator.core.membership import misfits
+from coordinator.core.membership import misfits, model_mismatch, reference
 from coordinator.core.policy import RETRY_AFTER_S, Candidate, PrefillUnavailable, blocks_for, choose
 
 _KEPT_MOVES = 1000
@@ -143,6 +143,7 @@ class ClusterState:
         self._nodes: dict[NodeId, _Node] = {}  # in order of registration
         self._connections: dict[ConnectionId, NodeId] = {}
         self._replaced: dict[Incarnation, None] = {}
+        self._standards: dict[str, NodeCard] = {}  # model -> what its nodes were last compared with
         self._models_s: dict[str, float] = {}  # model -> when a node of it was last there
         self._watchers: dict[WatcherId, None] = {}
         self._ticked_s = now_s
@@ -197,22 +198,15 @@ class ClusterState:
             if len(self._replaced) > _KEPT_REPLACED:
                 del self._replaced[next(iter(self._replaced))]
             self._forget(old, "replaced by a newer process", now_s)
-        peers = [node.card for node in self._nodes.values() if node.card.model == card.model]
-        misfit = misfits([*peers, card]).get(card.node, "")
-        node = _Node(
-            card=card,
-            connection=connection,
-            reported_s=now_s,
-            load=NodeLoad(free_blocks=card.num_blocks),
-            phase=Phase.INCOMPATIBLE if misfit else Phase.READY,
-            reason=misfit,
-            misfit=misfit,
-        )
+        node = _Node(card=card, connection=connection, reported_s=now_s, load=NodeLoad(free_blocks=card.num_blocks))
         self._nodes[card.node] = node
         self._connections[connection] = card.node
+        standard = self._standards.get(card.model)
+        if old is not None or standard is None or model_mismatch(card, standard) is not None:
+            commands += self._compare(card.model, now_s, newcomer=node)
+        # Else it is one more of what most nodes are: nothing changes for the others.
         self._record(node, now_s)
-        commands.append(TellNode(connection, Registered(misfit)))
-        return commands + self._compare(card.model, now_s)
+        return [*commands, TellNode(connection, Registered(node.misfit))]
 
     def _report(self, event: NodeReported, now_s: float) -> None:
         node = self._node_of(event.connection)
@@ -231,7 +225,10 @@ class ClusterState:
         if node is None:
             return []
         self._forget(node, "connection lost", now_s)
-        return self._compare(node.card.model, now_s)
+        # Without a misfit, and without one misfit less, the nodes that are left stand as they stood.
+        if not node.misfit and any(peer.misfit for peer in self._peers(node.card.model)):
+            return self._compare(node.card.model, now_s)
+        return []
 
     def _route(self, event: RouteAsked, now_s: float) -> AnswerRoute | RefuseRoute:
         route = event.route
@@ -269,17 +266,28 @@ class ClusterState:
             raise UnavailableError(f"no node serves {model} now", retry_after_s=RETRY_AFTER_S)
         raise ModelNotFoundError(f"there is no model {model!r}; there is {', '.join(sorted(served))}")
 
-    def _compare(self, model: str, now_s: float) -> list[ClusterCommand]:
-        """Hold the nodes of one model name against each other again; tell those that fit now or fit no more."""
-        nodes = [node for node in self._nodes.values() if node.card.model == model]
-        reasons = misfits([node.card for node in nodes])
+    def _peers(self, model: str) -> list[_Node]:
+        return [node for node in self._nodes.values() if node.card.model == model]
+
+    def _compare(self, model: str, now_s: float, *, newcomer: _Node | None = None) -> list[ClusterCommand]:
+        """Hold the nodes of one model name against each other again; tell those that come to fit or cease to.
+
+        The newcomer has no phase to leave and has still to be told anything.
+        """
+        nodes = self._peers(model)
+        cards = [node.card for node in nodes]
+        self._standards[model] = reference(cards)
+        reasons = misfits(cards)
         commands: list[ClusterCommand] = []
         for node in nodes:
             misfit = reasons.get(node.card.node, "")
-            if misfit != node.misfit:
+            if node is newcomer:
+                node.misfit = node.reason = misfit
+                node.phase = Phase.INCOMPATIBLE if misfit else Phase.READY
+            elif misfit != node.misfit:
                 node.misfit = misfit
                 commands.append(TellNode(node.connection, Registered(misfit)))
-            self._review(node, now_s)
+                self._review(node, now_s)
         return commands
 
     def _review(self, node: _Node, now_s: float) -> None:
@@ -298,6 +306,8 @@ class ClusterState:
         del self._nodes[node.card.node]
         del self._connections[node.connection]
         self._models_s[node.card.model] = now_s
+        if not self._peers(node.card.model):
+            self._standards.pop(node.card.model, None)
 
     def _move(self, node: _Node, phase: Phase, reason: str, now_s: float) -> None:
         if phase not in _MOVES[node.phase]:
@@ -341,6 +351,9 @@ class ClusterState:
                 yield f"{name} was replaced and is still listed"
             if (node.phase is Phase.INCOMPATIBLE) != bool(node.misfit):
                 yield f"{name} is {node.phase} with misfit {node.misfit!r}"
+            standard = self._standards[node.card.model]
+            if (model_mismatch(node.card, standard) is not None) != bool(node.misfit):
+                yield f"{name} against {standard.node} has misfit {node.misfit!r}"
             if (node.phase is Phase.READY) == bool(node.reason):
                 yield f"{name} is {node.phase} with reason {node.reason!r}"
 

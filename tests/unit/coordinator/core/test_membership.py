@@ -27,10 +27,6 @@ def test_a_wrong_node_that_came_first_yields_to_the_majority() -> None:
     assert reasons == {"decode-0": "does not fit decode-1: model digest eeeeeeeeeeee here, dddddddddddd there"}
 
 
-def test_no_nodes_no_misfits() -> None:
-    assert misfits([]) == {}
-
-
 def test_a_pair_needs_a_transport_in_common() -> None:
     prefill, decode = make_card("prefill-0", offers=offers("ucx")), make_card("decode-0", offers=offers("tcp"))
     assert pair_mismatch(prefill, decode) == ("no transport in common: prefill-0 offers ucx, decode-0 speaks tcp")

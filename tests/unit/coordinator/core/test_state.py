@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 
 from common.errors import ErrorCode, InvalidTransition
-from common.messages import Incarnation, NodeCard, NodeLoad, NodeState, Registered, Route, View
+from common.messages import Incarnation, NodeCard, NodeId, NodeLoad, NodeState, Registered, Route, View
 from coordinator.core.events import (
     AnswerRoute,
     AskId,
@@ -22,6 +22,7 @@ from coordinator.core.events import (
     WatcherId,
     WatchOpened,
 )
+from coordinator.core.membership import misfits
 from coordinator.core.policy import PrefillUnavailable
 from coordinator.core.state import ClusterState, Patience, Phase
 from tests.unit.coordinator.core.cards import OTHER_LAYOUT, make_card
@@ -120,6 +121,23 @@ def test_a_node_that_comes_to_fit_is_told(cluster: Cluster) -> None:
     cluster.register(2, make_card("decode-1", layout=OTHER_LAYOUT))
     assert cluster.lose(1) == [TellNode(ConnectionId(2), Registered())]
     assert cluster.states() == {"decode-1": (NodeState.READY, "")}
+
+
+def test_a_thousand_equal_nodes_are_not_compared_a_million_times(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[int] = []
+
+    def count(cards: list[NodeCard]) -> dict[NodeId, str]:
+        compared.append(len(cards))
+        return misfits(cards)
+
+    monkeypatch.setattr("coordinator.core.state.misfits", count)
+    for number in range(10):
+        cluster.register(number, make_card(f"decode-{number}"))
+    for number in range(10):
+        cluster.lose(number)
+    assert compared == [1]
 
 
 def test_nodes_of_another_model_are_another_matter(cluster: Cluster) -> None:
