@@ -35,8 +35,8 @@ class ReferenceAttention:
     ) -> torch.Tensor:
         keys, values = layer_views(layer, batch.pool, batch.block_size)
         num_rows = batch.row_blocks.shape[0]
-        keys[batch.row_blocks, :, batch.row_offsets] = key[:num_rows]
-        values[batch.row_blocks, :, batch.row_offsets] = value[:num_rows]
+        keys[batch.row_blocks, :, batch.row_offsets] = key[:num_rows].to(keys.dtype)
+        values[batch.row_blocks, :, batch.row_offsets] = value[:num_rows].to(values.dtype)
         out = query.new_zeros(query.shape[0], layer.num_heads, layer.v_head_dim)
         starts, context_lens = batch.starts.tolist(), batch.context_lens.tolist()
         for seq, context_len in enumerate(context_lens):
