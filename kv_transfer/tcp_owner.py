@@ -69,6 +69,10 @@ class TcpServer:
         self._socket: wire.LoopSocket | None = None
         self._sweep: asyncio.TimerHandle | None = None
 
+    @property
+    def num_readers(self) -> int:
+        return len(self._readers)
+
     async def start(self) -> Offer:
         self._loop = asyncio.get_running_loop()
         # Blocks are looked at one by one, so their bytes must be one run each.

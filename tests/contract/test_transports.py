@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -268,6 +269,30 @@ async def test_a_cancelled_read_is_settled_when_it_returns(transport: Transport)
             await reader.read(refs(*range(32, 64)), ids(*range(32, 64)))
             assert (destination.blocks[:32] == 170).all()
     np.testing.assert_array_equal(destination.blocks[32:], source.blocks[32:])
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"], indirect=True)
+async def test_a_cancelled_read_does_not_return_while_a_copy_is_being_made(transport: Transport) -> None:
+    source, destination = owned_pool(LARGE), own_pool(LARGE)
+    loop = asyncio.get_running_loop()
+    copying, gate = asyncio.Event(), threading.Event()
+
+    def hold_up() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            loop.call_soon_threadsafe(copying.set)
+            gate.wait(10)
+
+    async with connected(transport, source, tripwired(destination, hold_up)) as reader:
+        read = asyncio.ensure_future(reader.read(refs(1, 3), ids(1, 3)))
+        await copying.wait()
+        read.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not read.done()
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await read
+        assert not destination.blocks[3].any(), "a copy was begun after the cancellation"
 
 
 async def test_closing_the_reader_ends_its_reads(transport: Transport) -> None:
