@@ -166,6 +166,11 @@ class NodeLoad(Part, frozen=True):
     num_calls: int = 0
     progress_age_s: float = 0.0
     tokens_per_s: float = 0.0
+    # Counted since the process started:
+    num_preemptions: int = 0
+    num_generated_tokens: int = 0
+    num_computed_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
 
 
 class NodeState(StrEnum):

@@ -11,8 +11,8 @@
    a fact from then on, whatever happens to the blocks.
 3. A block counts as landed only when its read returned. Blocks that a read may still write to are never
    given back: a request that lets go of its blocks first waits in SETTLING until every read has ended.
-4. A lost prefill node, a failed read or a refusal does not end the request: the node computes what is
-   missing at home, from the first block that has not landed.
+4. A lost prefill node, a failed read or a refusal does not end the request: this node has checked it and can
+   serve it, so it computes what is missing at home, from the first block that has not landed.
 5. A reservation that running requests need more (`Reclaimed`) is given back and asked for again.
 6. The first token obeys every finish rule. A request for one token pulls nothing.
 7. Whatever ends the call: one Release to the engine, one End to the caller, the prefill call closed.
@@ -23,7 +23,7 @@ from enum import StrEnum
 
 from common.engine.events import Admit, Failed, Release, Reserve, Reserved
 from common.engine.request import EngineRequest, Progress
-from common.errors import BatonError, InternalError, InvalidTransition, RequestError
+from common.errors import BatonError, InternalError, InvalidTransition
 from common.messages import (
     BlockId,
     BlockRef,
@@ -206,8 +206,8 @@ class GenerateCall:
                 return self._prefill_done_with(event, now_s)
             case PullEnded():
                 return self._pull_ended(event, now_s)
-            case PrefillEnded(error=error):
-                return self._prefill_ended(error, now_s)
+            case PrefillEnded():
+                return self._prefill_ended(now_s)
             case Progress():
                 return self._progressed(event, now_s)
             case Failed(message=message):
@@ -287,11 +287,9 @@ class GenerateCall:
             return []
         return [ClosePrefill(done=True), *self._admit(now_s, num_computed=len(self._tokens) - 1)]
 
-    def _prefill_ended(self, error: BatonError | None, now_s: float) -> list[Command]:
+    def _prefill_ended(self, now_s: float) -> list[Command]:
         if self.state not in _WITH_PREFILL:
             return []
-        if isinstance(error, RequestError):
-            return self._end(now_s, error)
         return self._fall_back(now_s)
 
     def _fall_back(self, now_s: float) -> list[Command]:

@@ -51,6 +51,7 @@ class PrefillNode:
             tokens=body.tokens,
             num_prompt_tokens=body.num_prompt_tokens,
             sampling=body.sampling,
+            stops_after_first=True,
         )
         await _PrefillShell(host, call, body).run()
 

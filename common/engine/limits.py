@@ -16,11 +16,19 @@ class Limits:
     num_blocks: int
     block_size: int
 
-    def check(self, *, model_digest: str, tokens: list[int], num_prompt_tokens: int, sampling: Sampling) -> None:
+    def check(
+        self,
+        *,
+        model_digest: str,
+        tokens: list[int],
+        num_prompt_tokens: int,
+        sampling: Sampling,
+        stops_after_first: bool = False,
+    ) -> None:
         """Raise the RequestError (or IncompatibleError) that names what is wrong with a request.
 
-        The longest sequence that a request can become must fit the pool alone, so that every admitted
-        request is able to finish.
+        The longest sequence that a request can become here must fit the pool alone, so that every admitted
+        request is able to finish. On a prefill node that is the prompt (`stops_after_first`).
         """
         if model_digest != self.model_digest:
             raise IncompatibleError(f"the call is for model {model_digest}, this node serves {self.model_digest}")
@@ -38,7 +46,9 @@ class Limits:
                 f"the prompt has {len(tokens)} tokens; this model takes at most {self.max_model_len - 1} "
                 f"(context of {self.max_model_len}, one left for the answer)"
             )
-        longest = min(num_prompt_tokens + sampling.max_tokens, self.max_model_len)
+        longest = len(tokens) + 1
+        if not stops_after_first:
+            longest = min(num_prompt_tokens + sampling.max_tokens, self.max_model_len)
         # The last token drawn never has its KV computed.
         if longest - 1 > self.num_blocks * self.block_size:
             raise ContextLengthError(

@@ -6,7 +6,9 @@ import dataclasses
 import json
 import os
 import shlex
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -130,8 +132,9 @@ class Cluster:
 
     def _say_ready(self, seconds: float) -> None:
         self._console.print(f"\nReady after {seconds:.1f} s: {self._plan.url}\n\n{self._curl()}\n", markup=False)
-        if self._plan.coordinator != CoordinatorConfig().listen:
-            self._console.print(f"baton status --coordinator {self._plan.coordinator}")
+        elsewhere = self._plan.coordinator != CoordinatorConfig().listen
+        where = f" --coordinator {self._plan.coordinator}" if elsewhere else ""
+        self._console.print(f"{_baton()} status{where}\n", markup=False)
         self._console.print("Ctrl-C stops everything.")
 
     def _curl(self) -> str:
@@ -142,6 +145,15 @@ class Cluster:
             path, body = "completions", body | {"prompt": "Once upon a time"}
         content = shlex.quote(json.dumps(body | {"stream": True, "max_tokens": 32}))
         return f"curl -N {self._plan.url}/v1/{path} -H 'content-type: application/json' -d {content}"
+
+
+def _baton() -> str:
+    """The command as the reader can type it here."""
+    found = shutil.which("baton")
+    beside = Path(sys.executable).with_name("baton")
+    if found and Path(found).samefile(beside):
+        return "baton"
+    return os.path.relpath(beside) if beside.is_relative_to(Path.cwd()) else str(beside)
 
 
 def describe(died: ChildDied) -> str:

@@ -83,3 +83,10 @@ async def test_a_prefill_engine_that_fails_is_made_up_for_at_home(cluster: Clust
     await cluster.start_pools()
     cluster.nodes["prefill-0"].brake.fail = "a bad step"
     await cluster.asks_rightly(prompt(40))
+
+
+async def test_a_prefill_pool_smaller_than_prompt_and_answer_serves_the_prompt(cluster: Cluster) -> None:
+    await cluster.start(Role.PREFILL, "prefill-0", num_blocks=4)
+    await cluster.start(Role.DECODE, "decode-0", num_blocks=16)
+    await cluster.asks_rightly(prompt(60), 100)
+    assert cluster.nodes["prefill-0"].brake.num_tokens == 60

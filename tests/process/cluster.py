@@ -12,10 +12,11 @@ from typing import Self
 import aiohttp
 import psutil
 
+from common.config import CoordinatorConfig
 from tests.process.footprint import Footprint
 
 BATON = str(Path(sys.executable).with_name("baton"))
-READY_WITHIN_S = 60.0
+READY_WITHIN_S = 120.0
 _ROLES = {"coordinator": "coordinator", "coordinator.gateway": "gateway", "prefill_node": "prefill-0"}
 
 
@@ -28,18 +29,25 @@ class BatonUp:
         self.log_dir = log_dir
         self.url = ""
         self.curl = ""
+        self.coordinator = ""
         self.lines: list[str] = []
         self.footprint = Footprint()
         self._new_line = asyncio.Condition()
 
-    async def __aenter__(self) -> Self:
+    async def start(self) -> None:
+        """Without waiting for anything; `__aenter__` does both."""
         self._process = await asyncio.create_subprocess_exec(
             *self._command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
         )
         self._reader = asyncio.create_task(self._read())
+
+    async def __aenter__(self) -> Self:
+        await self.start()
         try:
             self.url = (await self.line(r"Ready after .*: (http://\S+)", within_s=READY_WITHIN_S))[1]
             self.curl = (await self.line(r"^(curl .*)"))[1]
+            status = await self.line(r"baton status(?: --coordinator (\S+))?$")
+            self.coordinator = status[1] or CoordinatorConfig().listen
         except BaseException:
             await self._end(signal.SIGKILL)
             raise
@@ -77,14 +85,17 @@ class BatonUp:
 
     async def line(self, pattern: str, *, within_s: float = 20.0, after: int = 0) -> re.Match[str]:
         """The first printed line, from number `after` on, that matches; waits for it."""
-        async with asyncio.timeout(within_s), self._new_line:
-            while True:
-                for text in self.lines[after:]:
-                    if match := re.search(pattern, text):
-                        return match
-                if self._reader.done():
-                    raise AssertionError(f"baton up ended without a line like {pattern!r}:\n{self.text}")
-                await self._new_line.wait()
+        try:
+            async with asyncio.timeout(within_s), self._new_line:
+                while True:
+                    for text in self.lines[after:]:
+                        if match := re.search(pattern, text):
+                            return match
+                    if self._reader.done():
+                        raise AssertionError(f"baton up ended without a line like {pattern!r}:\n{self.text}")
+                    await self._new_line.wait()
+        except TimeoutError as error:
+            raise AssertionError(f"no line like {pattern!r} within {within_s} s:\n{self.text}") from error
 
     async def complete(self, prompt: str = "once upon a time", *, max_tokens: int = 8) -> str:
         """The text of one greedy completion."""

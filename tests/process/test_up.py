@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.cluster import BATON, BatonUp, gone
+from tests.process.cluster import BATON, READY_WITHIN_S, BatonUp, gone
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 MakeUp = Callable[..., BatonUp]
 ALL = ["coordinator", "gateway", "prefill-0", "decode-0"]
 
 
-async def run(*command: str, within_s: float = 30.0) -> tuple[int, str]:
+async def run(*command: str, within_s: float = 60.0) -> tuple[int, str]:
     """Exit code and everything printed."""
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
@@ -50,19 +50,19 @@ async def test_without_prefill_nodes_the_cluster_answers_the_same(baton_up: Make
         assert await up.complete() == split
 
 
-@pytest.mark.parametrize("name", ALL)
-async def test_a_killed_process_is_restarted_with_a_message_and_the_cluster_answers_again(
-    baton_up: MakeUp, name: str
+async def test_whichever_process_is_killed_is_restarted_with_a_message_and_the_cluster_answers_again(
+    baton_up: MakeUp,
 ) -> None:
     async with baton_up() as up:
         before = await up.complete()
-        victim = up.children()[name]
-        lines = len(up.lines)
-        victim.kill()
-        await up.line(rf"^{name} \(process {victim.pid}\) was killed by SIGKILL; restarting", after=lines)
-        await up.line("The cluster is whole again", within_s=30.0, after=lines)
-        assert await up.complete() == before
-        assert up.children()[name].pid != victim.pid
+        for name in ALL:
+            victim = up.children()[name]
+            num_lines = len(up.lines)
+            victim.kill()
+            await up.line(rf"^{name} \(process {victim.pid}\) was killed by SIGKILL; restarting", after=num_lines)
+            await up.line("The cluster is whole again", within_s=READY_WITHIN_S, after=num_lines)
+            assert await up.complete() == before, name
+            assert up.children()[name].pid != victim.pid
 
 
 async def test_every_process_is_gone_soon_after_the_launcher_is_killed(baton_up: MakeUp) -> None:
@@ -88,14 +88,12 @@ async def test_sigint_stops_it_also_where_a_shell_ignores_it_for_background_jobs
 
 async def test_it_can_be_stopped_while_it_starts(tiny_model: Path, tmp_path: Path) -> None:
     up = BatonUp("--model", str(tiny_model), log_dir=tmp_path)
-    entering = asyncio.create_task(up.__aenter__())
-    await up.line("Logs: ")
+    await up.start()
+    await up.line("starting the processes")
     up.footprint.take(up.pid)
     os.kill(up.pid, signal.SIGTERM)
     assert await up.wait() == 0
     assert up.footprint.remains() == []
-    with pytest.raises(AssertionError, match="ended without a line"):
-        await entering
 
 
 async def test_a_port_in_use_is_an_error_that_says_what_to_do(tiny_model: Path, tmp_path: Path) -> None:

@@ -7,7 +7,14 @@ from hypothesis.strategies import booleans, integers, sampled_from
 
 from common.engine.events import Admit, Failed, Release, Reserve, Reserved
 from common.engine.request import Progress
-from common.errors import OverloadedError, PeerLostError, RequestError, StaleBlockError, TransferError
+from common.errors import (
+    ContextLengthError,
+    OverloadedError,
+    PeerLostError,
+    RequestError,
+    StaleBlockError,
+    TransferError,
+)
 from common.messages import (
     BlockId,
     BlockRef,
@@ -155,8 +162,10 @@ def test_a_first_token_that_ends_the_request_lets_reads_settle_before_blocks_are
     assert kinds(feed(call, PullEnded(0, 2, TransferError("stopped")))) == ["Release", "EndCall"]
 
 
-@pytest.mark.parametrize("error", [PeerLostError("gone"), OverloadedError("full"), None])
-def test_a_lost_prefill_node_leaves_the_rest_to_this_one(error: PeerLostError | None) -> None:
+@pytest.mark.parametrize(
+    "error", [PeerLostError("gone"), OverloadedError("full"), ContextLengthError("too long here"), None]
+)
+def test_a_lost_or_unwilling_prefill_node_leaves_the_rest_to_this_one(error: PeerLostError | None) -> None:
     call, _ = a_call(generate())
     feed(call, reserved(), ready(0, 2), PullEnded(0, 2))
     commands = feed(call, PrefillEnded(error))
@@ -180,16 +189,6 @@ def test_a_stale_block_is_never_used() -> None:
     feed(call, reserved(), ready(0, 1), ready(1, 2), PullEnded(0, 1))
     commands = feed(call, PullEnded(1, 2, StaleBlockError("block 5 moved")))
     assert the_admit(commands).request.num_computed == 16
-
-
-def test_a_request_that_prefill_calls_wrong_fails_with_that_error() -> None:
-    call, _ = a_call(generate())
-    feed(call, reserved())
-    commands = feed(call, PrefillEnded(RequestError("too long")))
-    end = commands[-1]
-    assert isinstance(end, EndCall)
-    assert end.error is not None
-    assert end.error.message == "too long"
 
 
 def test_cancelling_waits_for_reads_in_flight_before_blocks_are_freed() -> None:
