@@ -19,6 +19,7 @@ from common.engine.events import Probe
 from common.engine.limits import Limits
 from common.engine.loop import Engine
 from common.engine.port import EnginePort
+from common.errors import OverloadedError
 from common.kv_cache.memory import PoolMemory
 from common.messages import (
     Incarnation,
@@ -33,6 +34,8 @@ from common.messages import (
 from common.model.base import Runner
 from common.rpc.base import Client, Handler, Network, Server
 from common.rpc.registration import stay_registered
+
+_RETRY_AFTER_S = 1.0
 
 log = telemetry.logger(__name__)
 
@@ -140,6 +143,12 @@ class NodeHost:
             self._resources.push_async_callback(_ended, standing)
         log.info("serving", node=self.name, role=self.role, address=server.address)
         return card
+
+    def check_queue(self) -> None:
+        """OverloadedError if as many requests as may wait are waiting already."""
+        num_waiting, most = self.engine.stats().num_waiting, self.config.engine.max_waiting
+        if num_waiting >= most:
+            raise OverloadedError(f"{self.name}: {num_waiting} requests are waiting", retry_after_s=_RETRY_AFTER_S)
 
     def engine_id(self) -> RequestId:
         """An id for one call's request in this engine."""

@@ -53,6 +53,7 @@ class PrefillNode:
             sampling=body.sampling,
             stops_after_first=True,
         )
+        host.check_queue()
         await _PrefillShell(host, call, body).run()
 
 

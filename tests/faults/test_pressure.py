@@ -5,8 +5,9 @@ import random
 
 import pytest
 
-from common.errors import ContextLengthError, InternalError, RequestError
+from common.errors import ContextLengthError, InternalError, OverloadedError, RequestError
 from common.messages import Role
+from tests.caller import Answer
 from tests.cluster.cluster import Cluster
 from tests.cluster.test_one_request import LENGTHS, prompt
 
@@ -90,3 +91,14 @@ async def test_a_prefill_pool_smaller_than_prompt_and_answer_serves_the_prompt(c
     await cluster.start(Role.DECODE, "decode-0", num_blocks=16)
     await cluster.asks_rightly(prompt(60), 100)
     assert cluster.nodes["prefill-0"].brake.num_tokens == 60
+
+
+async def test_beyond_the_queue_a_node_refuses_at_once_and_the_queue_is_served(cluster: Cluster) -> None:
+    await cluster.start_pools(prefill=0, num_blocks=6, max_running=1, max_waiting=3)
+    asks = [asyncio.create_task(cluster.asks_rightly(prompt(40, salt), 40)) for salt in range(12)]
+    results = await asyncio.gather(*asks, return_exceptions=True)
+    refused = [result for result in results if isinstance(result, OverloadedError)]
+    served = [result for result in results if isinstance(result, Answer)]
+    assert len(refused) + len(served) == 12
+    assert all(error.retry_after_s for error in refused)
+    assert len(served) >= 4
