@@ -50,7 +50,7 @@ def load_runner(
         max_model_len=model.max_model_len,
         device=device,
     )
-    floor = _settle_row_floor(loaded, model) if model.batch_invariant and device.type == "cpu" else 0
+    floor = settle_row_floor(loaded, model) if model.batch_invariant and device.type == "cpu" else 0
     backend = pick_backend(model.attention, loaded, num_threads=torch.get_num_threads())
     num_blocks = num_pool_blocks(engine, loaded.layout, max_model_len=loaded.max_model_len, device=device)
     memory, pool = open_pool(loaded.layout, num_blocks, incarnation, device)
@@ -60,7 +60,7 @@ def load_runner(
     return TransformersRunner(loaded, backend, pool, row_floor=floor), memory
 
 
-def _settle_row_floor(loaded: LoadedModel, model: ModelConfig) -> int:
+def settle_row_floor(loaded: LoadedModel, model: ModelConfig) -> int:
     """The measured floor; gives up threads that nobody asked for rather than equal bits."""
     widen_single_outputs(loaded.module)
     layers = expert_layers(loaded.module)
