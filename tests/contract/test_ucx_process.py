@@ -10,7 +10,7 @@ from kv_transfer import ucx
 pytestmark = pytest.mark.skipif(ucx.available() is not None, reason=str(ucx.available()))
 
 SCRIPT = """
-import asyncio, os, signal, sys, threading
+import asyncio, os, signal, sys
 import numpy as np, uvloop
 from common.kv_cache.memory import allocate
 from common.messages import BlockRef, Incarnation, KVLayout, LayerKV
@@ -29,11 +29,16 @@ async def connect():
     assert (destination.blocks == 9).all()
     return server, reader
 
+def left():
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
 async def use_and_close():
+    before = left()
     server, reader = await connect()
     await reader.close()
     await server.close()
-    assert threading.enumerate() == [threading.main_thread()], threading.enumerate()
+    del server, reader
+    assert left() == before, (left(), before)
 
 async def leave_open(how):
     kept = await connect()
@@ -59,6 +64,11 @@ def test_it_ends_after_a_tidy_use(runner: str) -> None:
 def test_one_loop_after_the_other_may_use_it() -> None:
     done = run("asyncio.run(use_and_close())", "uvloop.run(use_and_close())", "asyncio.run(use_and_close())")
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_loop_that_ends_with_everything_open_leaves_ucx_to_the_next_one() -> None:
+    done = run("asyncio.run(leave_open(lambda kept: None))", "asyncio.run(leave_open(lambda kept: sys.exit(4)))")
+    assert done.returncode == 4, done.stderr
 
 
 @pytest.mark.parametrize("runner", ["asyncio.run", "uvloop.run"])
