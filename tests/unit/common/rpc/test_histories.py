@@ -317,7 +317,7 @@ def walk(seed: int) -> None:
     history = LinkHistory()
     if draw.random() < 0.9:
         history.the_link_is_made(draw.randrange(4), True)
-    lossy, unordered, breaking = (draw.random() < chance for chance in (0.5, 0.5, 0.2))
+    lossy, unordered, breaking = (draw.random() < chance for chance in (0.5, 0.5, 0.4))
     for _ in range(60):
         which, chance = draw.randrange(1_000), draw.random()
         under_way = history.to_callee or history.to_caller
@@ -337,7 +337,7 @@ def walk(seed: int) -> None:
             history.a_message_overtakes_others(which)
         elif chance < 0.6 and under_way and unordered:
             history.a_message_comes_twice(which)
-        elif chance < 0.62 and breaking:
+        elif chance < 0.64 and breaking:
             history.the_link_breaks(draw.choice(["caller", "callee", "both"]))
         elif chance < 0.72:
             history.time_passes(draw.choice([0.1, 0.5, 0.5, 1.5]), draw.random() < 0.1)
