@@ -1,9 +1,9 @@
 """Opening calls: a thin shell over `caller.CallerLink`, one per connection."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from types import TracebackType
-from typing import Self, assert_never
+from typing import Any, Self, assert_never
 
 from common.clock import Clock
 from common.errors import CallCancelledError, PeerLostError
@@ -94,8 +94,8 @@ class OpenedCall:
     def __aiter__(self) -> AsyncIterator[ItemBody]:
         return self
 
-    async def __anext__(self) -> ItemBody:
-        return await self._inbox.get()
+    def __anext__(self) -> Coroutine[Any, Any, ItemBody]:
+        return self._inbox.get()
 
     # --- what its link tells it ---------------------------------------------------------------------------
 

@@ -1,11 +1,11 @@
 """Serving calls: a thin shell over `callee.CalleeLink`, one per connection, and a task per call."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import suppress
 from functools import partial
 from math import inf
-from typing import assert_never
+from typing import Any, assert_never
 
 from common.clock import Clock
 from common.errors import BatonError, ErrorCode, InternalError, PeerLostError
@@ -74,8 +74,8 @@ class ServedCall:
     def __aiter__(self) -> AsyncIterator[SentBody]:
         return self
 
-    async def __anext__(self) -> SentBody:
-        return await self._inbox.get()
+    def __anext__(self) -> Coroutine[Any, Any, SentBody]:
+        return self._inbox.get()
 
     def deliver(self, body: SentBody) -> None:
         self._inbox.put(body)
