@@ -64,9 +64,17 @@ class Tokenizer:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a chat, ready for the assistant's answer. RequestError if it has no template or refuses."""
+        return self.encode_rendered(self.render_chat(messages))
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt that the model's template makes of a chat; RequestError if it has none or refuses."""
         if self._chat_template is None:
             raise RequestError("this model has no chat template: use /v1/completions")
-        return self._encode(self._chat_template.render(messages), add_special_tokens=False)
+        return self._chat_template.render(messages)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of what `render_chat` made: the template has put all special tokens already."""
+        return self._encode(text, add_special_tokens=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of all tokens at once, special ones skipped."""

@@ -8,6 +8,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
@@ -32,9 +33,11 @@ log = telemetry.logger(__name__)
 
 BODY_TIMEOUT_S = 60.0
 """For a client to send its whole body."""
-LONG_BODY_BYTES = 16 << 10
+LONG_BODY_BYTES = 4 << 10
 """Beyond this a prompt is tokenised on a thread: it would hold up everybody's tokens."""
 MAX_LABEL_CHARS = 128
+_NO_LIMIT = 1 << 20
+"""Context length while neither a node nor the model's folder has told one: the node will check."""
 
 _Respond = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -83,11 +86,10 @@ class Gateway:
             body = await request.read()
         asked = parse(body)
         openai.check_model(asked, self._cluster.model)
-        if len(body) > LONG_BODY_BYTES:
-            prompt = await asyncio.to_thread(openai.tokenize, asked, self._tokenizer)
-        else:
-            prompt = openai.tokenize(asked, self._tokenizer)
-        session = self._session(asked, prompt, arrived_s)
+        max_model_len = self._cluster.max_model_len or self._tokenizer.max_model_len or _NO_LIMIT
+        tokenize = partial(openai.tokenize, asked, self._tokenizer, max_model_len=max_model_len)
+        prompt = await asyncio.to_thread(tokenize) if len(body) > LONG_BODY_BYTES else tokenize()
+        session = self._session(asked, prompt, arrived_s=arrived_s, max_model_len=max_model_len)
         stop_ids = session.sampling.stop_token_ids
         text = TextStream(self._tokenizer.detokenizer([] if asked.is_chat else prompt), asked.stop, stop_ids)
         envelope = Envelope(
@@ -102,8 +104,7 @@ class Gateway:
             answer.close()
             self._account(request, session, answer.error, num_output_tokens=text.num_tokens)
 
-    def _session(self, asked: openai.Asked, prompt: list[int], arrived_s: float) -> Session:
-        max_model_len = self._cluster.max_model_len or self._tokenizer.max_model_len or len(prompt) + 1
+    def _session(self, asked: openai.Asked, prompt: list[int], *, arrived_s: float, max_model_len: int) -> Session:
         sampling = openai.sampling_of(
             asked,
             num_prompt_tokens=len(prompt),

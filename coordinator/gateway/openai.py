@@ -26,6 +26,10 @@ _GREEDY_BELOW = 1e-4
 """A temperature this low draws the best token anyway; dividing logits by it would overflow."""
 
 _MAX_TOP_K = (1 << 31) - 1
+_LONG_TOKEN_CHARS = 16
+"""Hardly any text has tokens this long on average."""
+_MAX_CUT_TOKENS = 64
+"""Cutting a text changes the tokens of the word at the cut only."""
 
 TokenCount = Annotated[int, Meta(ge=1)]
 
@@ -129,25 +133,42 @@ def check_model(asked: Asked, served: str) -> None:
         raise ModelNotFoundError(f"the model '{asked.model}' does not exist here; this server has '{served}'")
 
 
-def tokenize(asked: Asked, tokenizer: Tokenizer) -> list[int]:
-    """The prompt's token ids. RequestError if there are none or one lies outside the vocabulary."""
-    if asked.messages is not None:
-        try:
-            tokens = tokenizer.encode_chat(asked.messages)
-        except RequestError as error:
-            raise InvalidField("messages", error.message) from error
-    elif isinstance(asked.prompt, str):
-        tokens = tokenizer.encode(asked.prompt)
-    else:
-        tokens = asked.prompt or []
+def tokenize(asked: Asked, tokenizer: Tokenizer, *, max_model_len: int) -> list[int]:
+    """The prompt's token ids. RequestError if there are none, one is unknown, or they cannot fit.
+
+    Text that is certainly too long is not tokenised to its end, for that may take seconds.
+    """
+    if isinstance(asked.prompt, list):
+        tokens = asked.prompt
         for index, token in enumerate(tokens):
             if not 0 <= token < tokenizer.vocab_size:
                 raise InvalidField(
                     "prompt", f"'prompt[{index}]' is {token}: token ids are 0 to {tokenizer.vocab_size - 1}"
                 )
+    else:
+        encode = tokenizer.encode_rendered if asked.is_chat else tokenizer.encode
+        text = _prompt_text(asked, tokenizer)
+        if len(text) > max_model_len * _LONG_TOKEN_CHARS:
+            head = encode(text[: max_model_len * _LONG_TOKEN_CHARS])
+            if len(head) > max_model_len + _MAX_CUT_TOKENS:
+                raise PromptTooLong(
+                    _prompt_field(asked),
+                    f"the prompt has over {max_model_len} tokens, which is the model's context: shorten the prompt",
+                )
+        tokens = encode(text)
     if not tokens:
         raise InvalidField(_prompt_field(asked), "the prompt is empty: give at least one token")
     return tokens
+
+
+def _prompt_text(asked: Asked, tokenizer: Tokenizer) -> str:
+    if asked.messages is None:
+        assert isinstance(asked.prompt, str)
+        return asked.prompt
+    try:
+        return tokenizer.render_chat(asked.messages)
+    except RequestError as error:
+        raise InvalidField("messages", error.message) from error
 
 
 def sampling_of(

@@ -1,6 +1,6 @@
 """The cluster as the page shows it: one JSON object."""
 
-from common.messages import NodeView
+from common.messages import NodeView, Role
 from coordinator.gateway.watch import ClusterWatch
 
 
@@ -12,7 +12,7 @@ def cluster_overview(cluster: ClusterWatch, *, num_in_flight: int) -> dict[str, 
         "reason": reason or "",
         "coordinator": cluster.coordinator,
         "requests_in_flight": num_in_flight,
-        "tokens_per_s": sum(node.load.tokens_per_s for node in cluster.view.nodes),
+        "tokens_per_s": sum(node.load.tokens_per_s for node in cluster.view.nodes if node.card.role is Role.DECODE),
         "nodes": [_node(node) for node in cluster.view.nodes],
     }
 

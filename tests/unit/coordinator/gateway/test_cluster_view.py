@@ -79,7 +79,7 @@ async def test_the_page_needs_nothing_from_elsewhere(gateway: RunningGateway) ->
     assert "https://" not in page
     _, cluster = await gateway.get("/cluster")
     assert cluster["ready"] is True
-    assert cluster["tokens_per_s"] == 25.0
+    assert cluster["tokens_per_s"] == 12.5, "what prefill reads is no output"
     assert [(node["node"], node["role"], node["state"]) for node in cluster["nodes"]] == [
         ("p1", "prefill", "ready"),
         ("d1", "decode", "ready"),

@@ -213,8 +213,29 @@ def test_stop_strings_may_be_one_or_many() -> None:
 )
 def test_a_prompt_without_meaning_is_refused(tokenizer: Tokenizer, prompt: object, message: str) -> None:
     with pytest.raises(RequestError) as caught:
-        tokenize(completion(prompt=prompt), tokenizer)
+        tokenize(completion(prompt=prompt), tokenizer, max_model_len=100)
     assert caught.value.message == message
+
+
+def test_a_text_that_is_far_too_long_is_not_read_to_its_end(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+
+    def encode(text: str) -> list[int]:
+        read.append(len(text))
+        return [5] * len(text)
+
+    monkeypatch.setattr(tokenizer, "encode", encode)
+    with pytest.raises(RequestError, match="over 100 tokens") as caught:
+        tokenize(completion(prompt="x" * 1_000_000), tokenizer, max_model_len=100)
+    assert caught.value.code is ErrorCode.CONTEXT_LENGTH
+    assert read == [1600]
+
+
+def test_a_text_of_long_tokens_is_read_to_its_end(tokenizer: Tokenizer) -> None:
+    text = "<think>" * 300
+    assert len(tokenize(completion(prompt=text), tokenizer, max_model_len=40)) == 300
 
 
 def limits(asked: Asked, num_prompt_tokens: int) -> int:
