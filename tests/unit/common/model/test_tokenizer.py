@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.processors import TemplateProcessing
@@ -43,18 +43,21 @@ def test_a_text_comes_back_piece_by_piece(tokenizer: Tokenizer, text: str) -> No
         assert not any("\ufffd" in piece for piece in shown)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, BYTE_LEVEL.vocab_size + 3), max_size=40))
 def test_any_byte_level_tokens_give_the_text_of_decoding_them_at_once(tokens: list[int]) -> None:
     assert isinstance(BYTE_LEVEL.detokenizer(), ByteDetokenizer)
     assert "".join(pieces(BYTE_LEVEL.detokenizer(), tokens)) == BYTE_LEVEL.decode(tokens)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, BYTE_LEVEL.vocab_size - 1), max_size=40))
 def test_the_window_gives_the_same_text_as_the_byte_table(tokens: list[int]) -> None:
     window = WindowDetokenizer(lambda ids: BYTE_LEVEL.decode(ids), {0: True, 1: True, 2: True})
     assert "".join(pieces(window, tokens)) == BYTE_LEVEL.decode(tokens)
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="abcd 漢🙂é\n", max_size=30))
 def test_any_text_in_word_pieces_comes_back(text: str) -> None:
     tokens = WORDS.encode(text)
@@ -62,6 +65,7 @@ def test_any_text_in_word_pieces_comes_back(text: str) -> None:
     assert "".join(pieces(WORDS.detokenizer(), tokens)) == WORDS.decode(tokens) == text
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([WORDS.encode("a b")[0], 259, 260, 261, 262, 264, 266, 268]), max_size=30))
 def test_any_word_pieces_give_the_text_of_decoding_them_at_once(tokens: list[int]) -> None:
     assert "".join(pieces(WORDS.detokenizer(), tokens)) == WORDS.decode(tokens)

@@ -3,13 +3,14 @@
 import json
 from typing import Any
 
+import openai
 import pytest
 from openai.types import Completion, CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from common.errors import PeerLostError
+from common.errors import InternalError, OverloadedError, PeerLostError
 from common.messages import FinishReason, Routed
-from tests.unit.coordinator.gateway.cluster import MODEL, address, breaks, in_turn, says
+from tests.unit.coordinator.gateway.cluster import MODEL, address, breaks, in_turn, refuses, says
 from tests.unit.coordinator.gateway.conftest import RunningGateway, chat_body, chunks_of
 
 ANSWER = "one two 漢字 three 🙂 four"
@@ -150,6 +151,28 @@ async def test_a_lost_node_is_no_news_for_the_client(gateway: RunningGateway, st
     assert second.tokens == first.tokens + tokens[:cut]
     assert second.sampling == first.sampling
     assert gateway.cluster.routes[1].exclude == (address("d1").incarnation,)
+
+
+async def test_the_official_client_works(gateway: RunningGateway) -> None:
+    gateway.cluster.generate = says([*gateway.tokenizer.encode(ANSWER), 1])
+    messages = [{"role": "user", "content": "Hi"}]
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
+        chat: Any = client.chat.completions
+        assert (await chat.create(model=MODEL, messages=messages)).choices[0].message.content == ANSWER
+        stream = await chat.create(model=MODEL, messages=messages, stream=True)
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == ANSWER
+        assert [model.id async for model in client.models.list()] == [MODEL]
+        with pytest.raises(openai.NotFoundError, match="does not exist here"):
+            await chat.create(model="nobody", messages=messages)
+        with pytest.raises(openai.BadRequestError, match="'n' is 2"):
+            await chat.create(model=MODEL, messages=messages, n=2)
+        gateway.cluster.generate = refuses(OverloadedError("full"))
+        with pytest.raises(openai.RateLimitError, match="full"):
+            await chat.create(model=MODEL, messages=messages, stream=True)
+        gateway.cluster.generate = breaks(gateway.tokenizer.encode("one"), InternalError("broke in the middle"))
+        stream = await chat.create(model=MODEL, messages=messages, stream=True)
+        with pytest.raises(openai.APIError, match="broke in the middle"):
+            [chunk async for chunk in stream]
 
 
 async def test_text_parts_are_joined_and_unknown_fields_ignored(gateway: RunningGateway) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.messages import FinishReason
@@ -34,6 +34,7 @@ def first_completed(stops: list[str], text: str) -> tuple[str, bool]:
     return text, False
 
 
+@settings(deadline=None)
 @given(stop_strings, st.lists(short_text, max_size=6))
 def test_however_text_is_cut_the_stop_that_completes_first_is_found(stops: list[str], pieces: list[str]) -> None:
     text = "".join(pieces)
@@ -43,6 +44,7 @@ def test_however_text_is_cut_the_stop_that_completes_first_is_found(stops: list[
     assert run(stops, text) == expected
 
 
+@settings(deadline=None)
 @given(stop_strings, st.lists(short_text, max_size=6))
 def test_exactly_the_ambiguous_tail_is_held_back(stops: list[str], pieces: list[str]) -> None:
     stream = StopStrings(stops)
@@ -87,6 +89,7 @@ def text_of(text: str, stops: list[str], sizes: list[int]) -> tuple[str, int]:
     return shown + stream.flush(), stream.num_tokens
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 5), max_size=12), st.sampled_from([[], ["two three"], ["字", "🙂"], ["e"]]))
 def test_how_tokens_are_grouped_changes_neither_text_nor_count(sizes: list[int], stops: list[str]) -> None:
     text = "one two 漢字 three 🙂 two three four"
