@@ -55,7 +55,7 @@ class Transport(Protocol):
     name: str
 
     def serve(self, pool: PoolMemory, *, listen_host: str = "127.0.0.1") -> BlockServer:
-        """A server of `pool`, not yet started. `listen_host` is this machine's address that readers can reach."""
+        """A server of `pool`, not yet started. `listen_host`: this machine's address (numeric) that readers reach."""
         ...
 
     def reader(self, offer: Offer, *, owner: Incarnation, pool: PoolMemory) -> BlockReader:

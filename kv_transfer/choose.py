@@ -1,8 +1,12 @@
 """Which transport a pair of nodes uses: found by trying, best first, when the pair first meets."""
 
+import asyncio
+import ipaddress
+import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
-from common.errors import TransferError
+from common.errors import ConfigError, TransferError
 from common.kv_cache.memory import PoolMemory
 from common.messages import Incarnation, Offer
 from common.registry import load
@@ -18,15 +22,17 @@ async def serve_all(
     """Start the servers that can run here and return them with their offers; the caller closes each.
 
     `wanted` is "auto" or the one transport to serve. Auto leaves ucx out where it would move bytes over plain
-    TCP: it costs CPU even when idle, and `tcp` is as fast. TransferError if nothing could be started.
+    TCP: it costs CPU even when idle, and `tcp` is as fast. `listen_host` is this machine's name or address as
+    readers reach it. TransferError if nothing could be started, ConfigError if a setting is wrong.
     """
+    address = await _address(listen_host)
     names = [wanted] if wanted != AUTO else ["shm", "tcp", *(["ucx"] if has_rdma_or_cuda() else [])]
     started: list[tuple[Offer, BlockServer]] = []
     failures: list[str] = []
     try:
         for name in names:
             transport: Transport = load(TRANSPORTS, name, kind="transport")()
-            server = transport.serve(pool, listen_host=listen_host)
+            server = transport.serve(pool, listen_host=address)
             try:
                 started.append((await server.start(), server))
             except TransferError as error:
@@ -38,6 +44,19 @@ async def serve_all(
     if not started:
         raise TransferError(f"no transport can serve here: {'; '.join(failures)}")
     return started
+
+
+async def _address(listen_host: str) -> str:
+    with suppress(ValueError):
+        numeric = str(ipaddress.ip_address(listen_host))
+        if not ipaddress.ip_address(numeric).is_unspecified:
+            return numeric
+        raise ConfigError(f"listen: readers on other hosts cannot reach {listen_host}; name this machine's own address")
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(listen_host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"listen: {listen_host!r} cannot be resolved ({error}); give an address") from error
+    return str(found[0][4][0])
 
 
 async def connect(

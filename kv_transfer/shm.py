@@ -182,6 +182,8 @@ class ShmReader:
         self._copies: dict[_Copy, asyncio.Future[None]] = {}
 
     async def open(self) -> None:
+        if self._offer.host != this_host():
+            raise TransferError("shm: the owner is on another host or in another network namespace")
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             connection.connect("\0" + self._offer.address)

@@ -32,7 +32,7 @@ class UcxServer:
         self._readers: dict[asyncio.Task[None], wire.Line] = {}
 
     async def start(self) -> Offer:
-        host = await wire.resolve(self._listen_host)
+        host = self._listen_host
         ucxx = wire.ENGINE.borrow(host)
         try:
             self._listener = ucxx.create_listener(self._connected, connect_timeout=_HELLO_TIMEOUT_S)

@@ -32,7 +32,7 @@ class UcxReader:
 
     async def open(self) -> None:
         address = urlsplit(self._offer.address)
-        host = await wire.resolve(address.hostname or "")
+        host = address.hostname or ""
         secret = parse_qs(address.query).get("secret", [""])[0]
         wire.ENGINE.borrow(host)
         try:

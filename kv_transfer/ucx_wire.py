@@ -9,7 +9,6 @@ import importlib
 import ipaddress
 import os
 import secrets
-import socket
 import threading
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -146,7 +145,10 @@ class _Engine:
         self._worker.stop_request_notifier_thread()
         while context.notifier_thread.is_alive():
             context.notifier_thread.join(timeout=0.005)
-        self._worker.stop_request_notifier_thread()  # says it once more to a worker that may think it still runs
+        # A worker that was told to stop before it waited, or has news for nobody, believes that its thread still runs.
+        for _ in range(2):
+            self._worker.wait_request_notifier(period_ns=1)
+        self._worker.stop_request_notifier_thread()
         self._worker = context = None
         # ucxx leaves its wrapper on the loop, and through it the worker with its thread and descriptors.
         loop.__dict__.pop("close", None)
@@ -157,17 +159,6 @@ class _Engine:
 
 
 ENGINE = _Engine()
-
-
-async def resolve(host: str) -> str:
-    """The numeric address of `host`. TransferError if it has none."""
-    with suppress(ValueError):
-        return str(ipaddress.ip_address(host))  # the loop would start a thread to find that out
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise TransferError(f"ucx: {host} cannot be resolved ({error})") from error
-    return str(found[0][4][0])
 
 
 class Line:

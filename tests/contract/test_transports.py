@@ -3,14 +3,10 @@
 import asyncio
 import gc
 import os
-import signal
-import subprocess
-import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,35 +17,12 @@ import pytest_asyncio
 from common.clock import new_id
 from common.errors import PeerLostError, StaleBlockError, TransferError
 from common.kv_cache.memory import PoolMemory, allocate
-from common.messages import BlockId, BlockRef, Generation, Incarnation, KVLayout, LayerKV, Offer
+from common.messages import Incarnation, KVLayout
 from kv_transfer import ucx
 from kv_transfer.base import BlockReader, Transport
-from kv_transfer.memory import MemoryTransport
-from kv_transfer.shm import ShmTransport
-from kv_transfer.tcp import TcpTransport
-from kv_transfer.ucx import UcxTransport
+from tests.pools import GENERATION, HUGE, LARGE, MAKE, NUM_BLOCKS, SMALL, ids, made, own_pool, owned_pool, refs
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-NUM_BLOCKS = 64
-SMALL = KVLayout(block_size=4, dtype="float32", itemsize=4, layers=(LayerKV(2, 8, 8),) * 3)
-LARGE = KVLayout(block_size=16, dtype="float32", itemsize=4, layers=(LayerKV(2, 64, 64),) * 4)
-HUGE = KVLayout(block_size=16, dtype="float32", itemsize=4, layers=(LayerKV(8, 128, 128),) * 20)  # 2.5 MiB a block
-GENERATION = Generation(7)
-
-MAKE: dict[str, Callable[[], Transport]] = {
-    "memory": MemoryTransport,
-    "shm": ShmTransport,
-    "tcp": TcpTransport,
-    "ucx": UcxTransport,
-}
-OTHER_PROCESS = ("shm", "tcp", "ucx")
-
-
-def made(name: str) -> Transport:
-    if name == "ucx" and (reason := ucx.available()) is not None:
-        pytest.skip(reason)
-    return MAKE[name]()
 
 
 @pytest.fixture(params=list(MAKE))
@@ -68,26 +41,6 @@ async def ucx_stays_up() -> AsyncIterator[None]:
     ENGINE.borrow("127.0.0.1")
     yield
     ENGINE.give_back()
-
-
-def owned_pool(layout: KVLayout = SMALL, num_blocks: int = NUM_BLOCKS) -> PoolMemory:
-    pool = allocate(layout, num_blocks, Incarnation(new_id()))
-    pool.blocks[:] = np.arange(layout.block_bytes) % 251  # a period that is no power of two: shifts show
-    np.add(pool.blocks, np.arange(num_blocks, dtype=np.uint8)[:, None], out=pool.blocks)
-    pool.generations[:] = GENERATION
-    return pool
-
-
-def own_pool(layout: KVLayout = SMALL) -> PoolMemory:
-    return allocate(layout, NUM_BLOCKS, Incarnation(new_id()))
-
-
-def refs(*blocks: int, generation: int = GENERATION) -> list[BlockRef]:
-    return [BlockRef(BlockId(block), Generation(generation)) for block in blocks]
-
-
-def ids(*blocks: int) -> list[BlockId]:
-    return [BlockId(block) for block in blocks]
 
 
 @asynccontextmanager
@@ -342,100 +295,3 @@ async def test_nothing_is_left_behind(transport: Transport) -> None:
     for _ in range(3):
         await use()
     assert left() == before
-
-
-# --- an owner in another process ----------------------------------------------------------------------
-
-
-class Owner:
-    """`transport_owner.py` running; see there for its pool."""
-
-    incarnation = Incarnation("0" * 31 + "1")
-    layout = KVLayout(block_size=16, dtype="float32", itemsize=4, layers=(LayerKV(2, 64, 64),) * 4)
-
-    def __init__(self, name: str) -> None:
-        script = Path(__file__).with_name("transport_owner.py")
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert self.process.stdout is not None
-        self.offer = msgspec.json.decode(self.process.stdout.readline(), type=Offer)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def freeze(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitpid(self.process.pid, os.WUNTRACED)
-
-    def end(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.kill()
-        self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
-
-
-@pytest.fixture(params=OTHER_PROCESS)
-def owner(request: pytest.FixtureRequest) -> Iterator[Owner]:
-    made(request.param)
-    owner = Owner(request.param)
-    yield owner
-    owner.end()
-
-
-def reader_of(owner: Owner, pool: PoolMemory, **settings: float) -> BlockReader:
-    make: Any = MAKE[owner.offer.transport]
-    reader: BlockReader = make(**settings).reader(owner.offer, owner=owner.incarnation, pool=pool)
-    return reader
-
-
-async def test_blocks_cross_processes(owner: Owner) -> None:
-    pool = own_pool(owner.layout)
-    reader = reader_of(owner, pool)
-    await reader.open()
-    await reader.read(refs(*range(63, -1, -1), generation=3), ids(*range(64)))
-    await reader.close()
-    np.testing.assert_array_equal(pool.blocks, np.arange(63, -1, -1)[:, None].repeat(owner.layout.block_bytes, 1))
-
-
-async def test_a_killed_owner_is_a_lost_peer(owner: Owner) -> None:
-    reader = reader_of(owner, own_pool(owner.layout))
-    await reader.open()
-    reading = asyncio.ensure_future(read_for_ever(reader))
-    await reader.read(refs(1, generation=3), ids(1))
-    owner.kill()
-    async with asyncio.timeout(1):
-        with pytest.raises(PeerLostError):
-            await reading
-        with pytest.raises(PeerLostError):
-            await reader.read(refs(1, generation=3), ids(1))
-    await reader.close()
-
-
-async def read_for_ever(reader: BlockReader) -> None:
-    while True:
-        await reader.read(refs(*range(2, 64), generation=3), ids(*range(2, 64)))
-
-
-@pytest.mark.parametrize("owner", ["tcp", "ucx"], indirect=True)
-async def test_a_frozen_owner_is_a_lost_peer_after_the_deadline(owner: Owner) -> None:
-    reader = reader_of(owner, own_pool(owner.layout), stall_timeout_s=0.3)
-    await reader.open()
-    await reader.read(refs(1, generation=3), ids(1))
-    owner.freeze()
-    async with asyncio.timeout(3):
-        with pytest.raises(PeerLostError, match=r"0\.3 s"):
-            await reader.read(refs(*range(64), generation=3), ids(*range(64)))
-    await reader.close()
-
-
-@pytest.mark.parametrize("owner", ["shm"], indirect=True)
-async def test_shared_memory_needs_nothing_of_a_frozen_owner(owner: Owner) -> None:
-    reader = reader_of(owner, own_pool(owner.layout))
-    await reader.open()
-    owner.freeze()
-    await reader.read(refs(*range(64), generation=3), ids(*range(64)))
-    await reader.close()

@@ -1,5 +1,6 @@
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -9,11 +10,12 @@ from common.errors import ConfigError, TransferError
 from common.kv_cache.memory import PoolMemory, allocate
 from common.messages import BlockId, BlockRef, Generation, Incarnation, KVLayout, LayerKV, Offer
 from kv_transfer import choose
+from kv_transfer.shm import this_host
 
 LAYOUT = KVLayout(block_size=4, dtype="float32", itemsize=4, layers=(LayerKV(1, 8, 8),))
 SLOW_UCX = Offer("ucx", "ucx://127.0.0.1:1?secret=0&fast=0")
 FAST_UCX = Offer("ucx", "ucx://127.0.0.1:1?secret=0&fast=1")
-SHM, TCP = Offer("shm", "nobody"), Offer("tcp", "tcp://127.0.0.1:1")
+SHM, TCP = Offer("shm", "nobody", this_host()), Offer("tcp", "tcp://127.0.0.1:1")
 
 
 def pool() -> PoolMemory:
@@ -65,6 +67,26 @@ async def test_a_named_transport_is_served_and_taken_alone(closing: AsyncExitSta
 async def test_a_failure_says_what_was_tried_and_why_it_failed() -> None:
     with pytest.raises(TransferError, match=r"shm: the owner cannot be reached.*; tcp: the owner at .* is gone"):
         await choose.connect([TCP, SHM], owner=Incarnation("0" * 32), pool=pool(), wanted="auto")
+
+
+async def test_shared_memory_of_another_host_is_not_tried() -> None:
+    offers = [Offer("shm", "nobody", "another/net:[1]")]
+    with pytest.raises(TransferError, match="shm: the owner is on another host"):
+        await choose.connect(offers, owner=Incarnation("0" * 32), pool=pool(), wanted="auto")
+
+
+@pytest.mark.parametrize(
+    ("listen_host", "reason"), [("0.0.0.0", "readers on other hosts"), ("::", "readers"), ("no such", "resolved")]
+)
+async def test_an_address_that_readers_cannot_reach_is_a_config_error(listen_host: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"listen: .*{reason}"):
+        await choose.serve_all(pool(), "tcp", listen_host=listen_host)
+
+
+async def test_a_name_is_resolved_before_it_is_offered(closing: AsyncExitStack) -> None:
+    for offer, server in await choose.serve_all(pool(), "tcp", listen_host="localhost"):
+        closing.push_async_callback(server.close)
+        assert urlsplit(offer.address).hostname in ("127.0.0.1", "::1")
 
 
 async def test_an_owner_without_offers_is_said_to_offer_nothing() -> None:
