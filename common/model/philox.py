@@ -5,10 +5,20 @@ counter holds token id / 4 and the position; a token takes the word of its id mo
 vocabulary can be drawn for, in any order, on any node.
 """
 
-from collections.abc import Sequence
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
+
+from common import telemetry
+from common.attention.build import library
+from common.errors import ConfigError
+
+log = telemetry.logger(__name__)
 
 Words = npt.NDArray[np.uint64]
 """32-bit words, held in 64 bits so that products are exact."""
@@ -18,6 +28,7 @@ _HALF = np.uint64(32)
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
+_SOURCE = Path(__file__).parent / "csrc" / "philox.cpp"
 
 
 def uniforms(
@@ -32,12 +43,37 @@ def uniforms(
 
 
 def uniforms_below(num_tokens: int, seed: int, position: int) -> npt.NDArray[np.float64]:
-    """Numbers for token ids 0 .. num_tokens under one seed and position, at a quarter of the work."""
-    counters = np.arange(-(-num_tokens // 4), dtype=np.uint64)
+    """Numbers for token ids 0 .. num_tokens under one seed and position, at a quarter of the work or much less."""
+    words = _native_words if kernel() else _words
+    return _to_unit(words(-(-num_tokens // 4), seed, position).reshape(-1)[:num_tokens])
+
+
+def _words(num_counters: int, seed: int, position: int) -> npt.NDArray[np.integer]:
+    counters = np.arange(num_counters, dtype=np.uint64)
     low, high = (np.full_like(counters, part) for part in _split(position))
     key0, key1 = (np.full(1, part, np.uint64) for part in _split(seed))
-    words = philox((counters, low, high, np.zeros_like(counters)), (key0, key1))
-    return _to_unit(np.stack(words, axis=1).reshape(-1)[:num_tokens])
+    return np.stack(philox((counters, low, high, np.zeros_like(counters)), (key0, key1)), axis=1)
+
+
+def _native_words(num_counters: int, seed: int, position: int) -> npt.NDArray[np.integer]:
+    native = kernel()
+    assert native is not None
+    out = np.empty((num_counters, 4), np.uint32)
+    native(*_split(seed), *_split(position), num_counters, out.ctypes.data)
+    return out
+
+
+@functools.cache
+def kernel() -> Callable[..., None] | None:
+    """The compiled loop, or None where there is no compiler; compiles at the first call (a second, once)."""
+    try:
+        function = ctypes.CDLL(str(library(_SOURCE))).baton_philox
+    except (ConfigError, OSError) as error:
+        log.info("draws without a compiled kernel", reason=str(error).splitlines()[0])
+        return None
+    function.argtypes = (*[ctypes.c_uint32] * 4, ctypes.c_int64, ctypes.c_void_p)
+    function.restype = None
+    return cast("Callable[..., None]", function)
 
 
 def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> tuple[Words, Words, Words, Words]:
@@ -56,7 +92,7 @@ def _split(number: int) -> tuple[int, int]:
     return number & 0xFFFFFFFF, (number >> 32) & 0xFFFFFFFF
 
 
-def _to_unit(words: Words) -> npt.NDArray[np.float64]:
+def _to_unit(words: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
     """Strictly inside (0, 1): the middles of 2^23 equal intervals, exact in single precision too."""
-    numbers: npt.NDArray[np.float64] = ((words >> np.uint64(9)).astype(np.float64) + 0.5) * 2.0**-23
+    numbers: npt.NDArray[np.float64] = ((words >> 9).astype(np.float64) + 0.5) * 2.0**-23
     return numbers

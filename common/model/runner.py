@@ -21,7 +21,7 @@ from common.errors import ConfigError
 from common.kv_cache.cache import num_pool_blocks, open_pool
 from common.kv_cache.memory import PoolMemory
 from common.messages import Incarnation
-from common.model import loader
+from common.model import loader, philox
 from common.model.experts import expert_layers, expert_products, pad_experts
 from common.model.loader import LoadedModel
 from common.model.rows import linear_products, row_floor, widen_single_outputs
@@ -51,6 +51,7 @@ def load_runner(
         device=device,
     )
     floor = settle_row_floor(loaded, model) if model.batch_invariant and device.type == "cpu" else 0
+    philox.kernel()  # compiled now rather than at the first draw
     backend = pick_backend(model.attention, loaded, num_threads=torch.get_num_threads())
     num_blocks = num_pool_blocks(engine, loaded.layout, max_model_len=loaded.max_model_len, device=device)
     memory, pool = open_pool(loaded.layout, num_blocks, incarnation, device)

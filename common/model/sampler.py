@@ -18,6 +18,7 @@ Floats = npt.NDArray[np.float64]
 Logits = npt.NDArray[np.float32]
 
 _NOISE_SPAN = 19.5  # uniforms lie in [2^-24, 1 - 2^-24], so noise in [-2.82, 16.64]
+_COLDEST = 1e-20  # in single precision what is below would overflow
 _DENSE_SHARE = 16  # above 1/16 of the vocabulary it is cheaper to draw noise for all of it
 
 
@@ -81,5 +82,4 @@ def _kth_largest(values: Logits, k: int) -> np.float32:
 
 def _weights(logits: Logits, top: np.float32, temperature: float) -> Logits:
     """Softmax weights relative to the best token's."""
-    scaled = np.maximum((logits - top).astype(np.float64) / temperature, -100.0).astype(np.float32)
-    return np.exp(scaled)
+    return np.exp(np.maximum((logits - top) / np.float32(max(temperature, _COLDEST)), np.float32(-100)))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from common.messages import Sampling
 from common.model import sampler
-from common.model.philox import philox, uniforms, uniforms_below
+from common.model.philox import kernel, philox, uniforms, uniforms_below
 from common.model.sampler import sample
 
 VOCAB_SIZE = 1000
@@ -58,6 +58,14 @@ def test_uniforms_lie_strictly_inside_and_are_exact_in_single_precision() -> Non
     assert 1 > numbers.max() > 1 - 2e-5
     assert np.array_equal(numbers.astype(np.float32).astype(np.float64), numbers)
     assert (1 << 23) * float(np.float32(1 - 2.0**-24)) < 1 << 23  # the largest there can be is not rounded to 1
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.integers(1, 99))
+def test_the_compiled_kernel_gives_the_same_numbers(seed: int, position: int, count: int) -> None:
+    if kernel() is None:
+        pytest.skip("no C++ compiler: the Philox kernel cannot be built")
+    plain = uniforms(np.arange(count), [(seed, position)], [count])
+    assert np.array_equal(uniforms_below(count, seed, position), plain)
 
 
 def test_a_tokens_number_is_the_same_however_it_is_asked_for() -> None:
