@@ -36,6 +36,8 @@ BODY_TIMEOUT_S = 60.0
 LONG_BODY_BYTES = 4 << 10
 """Beyond this a prompt is tokenised on a thread: it would hold up everybody's tokens."""
 MAX_LABEL_CHARS = 128
+_BROKE = "baton.broke"
+"""Where a request keeps the status that its error would have had."""
 _NO_LIMIT = 1 << 20
 """Context length while neither a node nor the model's folder has told one: the node will check."""
 
@@ -162,6 +164,8 @@ class Gateway:
     ) -> None:
         """The one line and the figures of a request that has ended."""
         self.metrics.ended(session, num_output_tokens=num_output_tokens)
+        if error is not None:
+            request[_BROKE] = replies.status_of(error)
         log.info(
             "request ended",
             request=session.id,
@@ -220,7 +224,8 @@ class Gateway:
         status = replies.CLIENT_GONE
         try:
             response = await self._guarded(request, handler)
-            status = response.status
+            # A stream that broke was a 200 when it began.
+            status = request.get(_BROKE, response.status)
             return response
         finally:
             resource = request.match_info.route.resource

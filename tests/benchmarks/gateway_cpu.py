@@ -274,7 +274,7 @@ async def read_all(url: str, streams: int) -> float:
     clients = _spawn.Process(target=run_clients, args=(url, streams, results), daemon=True)
     clients.start()
     before = resource.getrusage(resource.RUSAGE_SELF)
-    num_events = sum(await asyncio.to_thread(results.get))
+    num_events: int = sum(await asyncio.to_thread(results.get))
     after = resource.getrusage(resource.RUSAGE_SELF)
     return (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / num_events
 

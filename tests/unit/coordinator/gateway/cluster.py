@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -131,9 +132,9 @@ class ScriptedClient:
         match body:
             case Watch():
                 while True:
-                    view = self.view
-                    yield view
-                    await self.until(lambda shown=view: self.view is not shown or COORDINATOR in self.away)
+                    shown = self.view
+                    yield shown
+                    await self.until(partial(self._has_news, shown))
                     if COORDINATOR in self.away:
                         raise PeerLostError("the coordinator has gone")
             case Route():
@@ -145,6 +146,9 @@ class ScriptedClient:
                     yield item
             case _:
                 raise AssertionError(f"a gateway opens no {body}")
+
+    def _has_news(self, shown: View) -> bool:
+        return self.view is not shown or COORDINATOR in self.away
 
     # --- what a test waits for ----------------------------------------------------------------------------
 
@@ -158,6 +162,10 @@ class ScriptedClient:
             setattr(self, name, value)
         async with self._changed:
             self._changed.notify_all()
+
+    async def settled(self) -> None:
+        """All who waited have been told."""
+        await asyncio.gather(*self._tasks)
 
     @property
     def num_generating(self) -> int:

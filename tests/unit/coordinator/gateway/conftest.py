@@ -87,7 +87,8 @@ async def start_gateway(tokenizer: Tokenizer) -> AsyncIterator[StartGateway]:
         task = asyncio.create_task(
             serve(config, ScriptedNetwork(cluster), tokenizer=tokenizer, listening=listening), name="serve"
         )
-        await asyncio.wait([task, listening], return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[Any]] = [task, listening]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             await task
         gateway = RunningGateway(listening.result(), cluster, tokenizer, aiohttp.ClientSession(), task)
@@ -102,7 +103,7 @@ async def start_gateway(tokenizer: Tokenizer) -> AsyncIterator[StartGateway]:
         with contextlib.suppress(asyncio.CancelledError):
             await gateway.task
         assert gateway.cluster.open_calls == []
-        await asyncio.gather(*gateway.cluster._tasks)
+        await gateway.cluster.settled()
     left = {task for task in asyncio.all_tasks() - before if task is not asyncio.current_task() and not task.done()}
     assert not left
 

@@ -17,6 +17,7 @@ from common.errors import (
     UnavailableError,
 )
 from common.messages import Routed, View
+from coordinator.gateway import replies
 from tests.unit.coordinator.gateway.cluster import MODEL, address, breaks, hangs, in_turn, node_view, refuses, says
 from tests.unit.coordinator.gateway.conftest import RunningGateway, StartGateway, chat_body, events_of
 
@@ -78,6 +79,8 @@ async def test_a_stream_that_breaks_ends_in_an_error_and_no_done(
     assert json.loads(events[-1])["error"]["message"] == error.message
     assert "[DONE]" not in stream
     assert '"finish_reason":"' not in stream
+    _, metrics = await gateway.get("/metrics")
+    assert f'{{route="/v1/chat/completions",status="{replies.status_of(error)}"}} 1.0' in metrics, "counted as broken"
 
 
 async def test_a_stream_past_its_deadline_ends_in_an_error(start_gateway: StartGateway) -> None:
