@@ -15,11 +15,11 @@
 
 namespace {
 
-constexpr int kTile = 64;      // keys
-constexpr int kLanes = 16;     // partial sums of the softmax denominator, whatever kWidth is
-constexpr int kMaxRows = 6;    // query rows of one microkernel
-constexpr int kStride = 8;      // iterations between two looks at what to fetch ahead
-constexpr int kLine = 64;      // bytes of a cache line
+constexpr int kTile = 64;    // keys
+constexpr int kLanes = 16;   // partial sums of the softmax denominator, whatever kWidth is
+constexpr int kMaxRows = 6;  // query rows of one microkernel
+constexpr int kStride = 8;   // iterations between two looks at what to fetch ahead
+constexpr int kLine = 64;    // bytes of a cache line
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLowest = -3.0e38f;
 
@@ -172,7 +172,7 @@ INLINE void add_values_at(const float* weights, const T* const* values, Visible 
 // The same over the whole value row of `width` elements (a multiple of kWidth).
 template <int R, class T>
 NOINLINE void add_values(const float* weights, const T* const* values, Visible keys, float* out, int width,
-                       Ahead* ahead) {
+                         Ahead* ahead) {
     constexpr int V = R > 3 ? kWideVectors : 4;
     int at = 0;
     for (; at + V * kWidth <= width; at += V * kWidth) add_values_at<R, V>(weights, values, keys, at, out, width, ahead);
@@ -184,9 +184,8 @@ NOINLINE void add_values(const float* weights, const T* const* values, Visible k
 // R query rows against one tile: everything of a tile that is done row by row.
 // query [dim][R], keys [dim][kTile], values[kTile] -> rows of `width`, out [R][width].
 template <int R, class T>
-NOINLINE void attend_rows(const float* query, const float* keys, const T* const* values, int dim,
-                                           int width, float softcap, const Visible* see, RowState* states,
-                                           float* out, Ahead* ahead) {
+NOINLINE void attend_rows(const float* query, const float* keys, const T* const* values, int dim, int width,
+                          float softcap, const Visible* see, RowState* states, float* out, Ahead* ahead) {
     // The span that some row sees, in whole groups of lanes (weights of the others are exactly 0), and the core
     // that all rows see.
     Visible span = {kTile, 0}, core = {0, kTile};
@@ -202,8 +201,8 @@ NOINLINE void attend_rows(const float* query, const float* keys, const T* const*
 
     float weights[R * kTile];
     constexpr int V = R > 3 ? kWideVectors : 4;
-    constexpr int Step = V * kWidth > kLanes ? V * kWidth : kLanes;
-    int wide = span.first + (span.last - span.first) / Step * Step;
+    constexpr int step = V * kWidth > kLanes ? V * kWidth : kLanes;
+    int wide = span.first + (span.last - span.first) / step * step;
     score_columns<R, V>(query, keys, dim, span.first, wide, weights, ahead);
     score_columns<R, kLanes / kWidth < V ? kLanes / kWidth : V>(query, keys, dim, wide, span.last, weights, ahead);
 
