@@ -21,7 +21,7 @@ _MAX_HEAD_DIM = 4096
 
 
 class _Layer(ctypes.Structure):
-    """BatonLayer in attention.cpp; the fields agree."""
+    """`Layer` of csrc/abi.h, field by field; `Batch` and `Rows` below likewise."""
 
     _fields_ = (
         ("k_offset", ctypes.c_int64),
