@@ -36,7 +36,7 @@ BODY_TIMEOUT_S = 60.0
 LONG_BODY_BYTES = 4 << 10
 """Beyond this a prompt is tokenised on a thread: it would hold up everybody's tokens."""
 MAX_LABEL_CHARS = 128
-_BROKE = "baton.broke"
+_BROKE = web.RequestKey("broke", int)
 """Where a request keeps the status that its error would have had."""
 _NO_LIMIT = 1 << 20
 """Context length while neither a node nor the model's folder has told one: the node will check."""
