@@ -16,7 +16,7 @@ from aiohttp import web
 from common import telemetry
 from common.clock import Clock, new_id
 from common.config import GatewayConfig
-from common.errors import BatonError, InternalError, ModelNotFoundError
+from common.errors import BatonError, InternalError, ModelNotFoundError, RequestError
 from common.messages import RequestId
 from common.model.tokenizer import Tokenizer
 from common.rpc.base import Client
@@ -84,8 +84,7 @@ class Gateway:
 
     async def _generate(self, request: web.Request, parse: Callable[[bytes], openai.Asked]) -> web.StreamResponse:
         arrived_s = self._clock.now_s()
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            body = await request.read()
+        body = await self._body(request)
         asked = parse(body)
         openai.check_model(asked, self._cluster.model)
         max_model_len = self._cluster.max_model_len or self._tokenizer.max_model_len or _NO_LIMIT
@@ -106,7 +105,24 @@ class Gateway:
             answer.close()
             self._account(request, session, answer.error, num_output_tokens=text.num_tokens)
 
+<<<<<<< Updated upstream
     def _session(self, asked: openai.Asked, prompt: list[int], *, arrived_s: float, max_model_len: int) -> Session:
+=======
+    async def _body(self, request: web.Request) -> bytes:
+        limit = self._config.max_body_bytes
+        if request.content_length is not None and request.content_length > limit:
+            # Before its first byte: whoever announces a terabyte need not send it to hear this.
+            raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=request.content_length)
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                return await request.read()
+        except web.RequestPayloadError as error:  # broken chunks or compression
+            reason = " ".join(str(error).split()).removeprefix("400, message: ")
+            raise RequestError(f"the body cannot be read: {reason}") from error
+
+    def _session(self, asked: openai.Asked, prompt: list[int], arrived_s: float) -> Session:
+        max_model_len = self._cluster.max_model_len or self._tokenizer.max_model_len or len(prompt) + 1
+>>>>>>> Stashed changes
         sampling = openai.sampling_of(
             asked,
             num_prompt_tokens=len(prompt),

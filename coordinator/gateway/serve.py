@@ -15,6 +15,7 @@ from common.model.store import resolve
 from common.model.tokenizer import Tokenizer
 from common.rpc.base import Network
 from coordinator.gateway.app import Gateway
+from coordinator.gateway.connection import GatewayRunner
 from coordinator.gateway.watch import ClusterWatch
 
 log = telemetry.logger(__name__)
@@ -43,7 +44,7 @@ async def serve(
         watching = asyncio.create_task(cluster.run(), name="watch")
         resources.push_async_callback(_ended, watching)
         gateway = Gateway(config, tokenizer=tokenizer, cluster=cluster, client=client, clock=clock)
-        runner = web.AppRunner(
+        runner = GatewayRunner(
             gateway.app(), access_log=None, handler_cancellation=True, shutdown_timeout=DRAIN_S, keepalive_timeout=75.0
         )
         await runner.setup()

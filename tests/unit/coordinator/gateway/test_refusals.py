@@ -17,9 +17,13 @@ from common.errors import (
     UnavailableError,
 )
 from common.messages import Routed, View
+<<<<<<< Updated upstream
 from coordinator.gateway import replies
+=======
+from tests.raw_http import exchange, http
+>>>>>>> Stashed changes
 from tests.unit.coordinator.gateway.cluster import MODEL, address, breaks, hangs, in_turn, node_view, refuses, says
-from tests.unit.coordinator.gateway.conftest import RunningGateway, StartGateway, chat_body, events_of
+from tests.unit.coordinator.gateway.conftest import WITHIN_S, RunningGateway, StartGateway, chat_body, events_of
 
 SHAPES: list[tuple[BatonError, int, str, str | None]] = [
     (OverloadedError("queue full", retry_after_s=2.5), 429, "rate_limit_error", "rate_limit_exceeded"),
@@ -139,6 +143,41 @@ async def test_a_body_over_the_limit_is_a_413(start_gateway: StartGateway) -> No
     gateway = await start_gateway(max_body_bytes=1000)
     status, body, _ = await gateway.chat("x" * 2000)
     assert (status, body["error"]["message"]) == (413, "the body is larger than 1000 bytes")
+
+
+async def test_a_body_announced_over_the_limit_is_a_413_before_its_first_byte(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(max_body_bytes=1000)
+    reply = await exchange(gateway.url, http(b"", headers={"Content-Length": "1001"}), within_s=WITHIN_S)
+    assert (reply.status, reply.document["error"]["message"]) == (413, "the body is larger than 1000 bytes")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [("Content-Encoding", "gzip", "Can not decode"), ("Transfer-Encoding", "chunked", "chunk size")],
+)
+async def test_a_body_that_cannot_be_read_is_the_clients_fault(
+    gateway: RunningGateway, name: str, value: str, reason: str
+) -> None:
+    request = http(b"zz\r\nno\r\n", headers={name: value})
+    if name == "Transfer-Encoding":
+        request = request.replace(b"Content-Length: 8\r\n", b"")
+    reply = await exchange(gateway.url, request, within_s=WITHIN_S)
+    assert (reply.status, reply.document["error"]["type"]) == (400, "invalid_request_error")
+    assert reason in reply.document["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [b"\x16\x03\x01\0\xc8\x01\0\0\xc4\x03\x03" + bytes(64), b"\xff" * 300, b"GET / HTTP/9.9\r\n\r\n"],
+    ids=["tls", "noise", "version"],
+)
+async def test_what_is_no_http_gets_the_same_shape_and_no_traceback(
+    gateway: RunningGateway, caplog: pytest.LogCaptureFixture, noise: bytes
+) -> None:
+    reply = await exchange(gateway.url, noise, within_s=WITHIN_S)
+    assert (reply.status, reply.document["error"]["type"]) == (400, "invalid_request_error")
+    assert reply.document["error"]["message"].startswith("this is not a valid HTTP request: ")
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 async def test_unknown_paths_and_methods_are_errors_in_the_same_shape(gateway: RunningGateway) -> None:
