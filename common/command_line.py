@@ -21,6 +21,7 @@ import typer
 from typer.core import TyperCommand
 
 from common import telemetry
+from common.ending import end_with
 from common.errors import ConfigError
 from common.fields import Setting, settings_of
 from common.settings import load
@@ -77,11 +78,11 @@ def process_command(name: str, kind: type[Any], target: str, *, help: str) -> Ca
     return command
 
 
-def run_command(command: Callable[..., None]) -> None:
+def run_command(command: Callable[..., None]) -> NoReturn:
     """`command` as the whole program: what a package's `__main__` calls."""
     app = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
     app.command(cls=PlainCommand)(command)
-    app()
+    end_with(app)
 
 
 def fail(error: ConfigError) -> NoReturn:

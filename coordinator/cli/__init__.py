@@ -5,12 +5,13 @@
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from common.command_line import PlainCommand, fail, take_as_typed
+from common.ending import end_with
 from common.errors import ConfigError
 
 
@@ -79,7 +80,11 @@ def baton() -> None:
     """Serve large language models on a pool that reads prompts and a pool that writes answers."""
 
 
-def main() -> None:
+def main() -> NoReturn:
+    end_with(run)
+
+
+def run() -> None:
     try:
         app(prog_name="baton")
     except ConfigError as error:

@@ -45,12 +45,12 @@ def test_commands_that_must_answer_at_once_load_nothing_heavy() -> None:
     ]
     program = f"""
 import json, sys
-from coordinator.cli import main
+from coordinator.cli import run
 loaded = {{}}
 for arguments in {commands!r}:
     sys.argv[1:] = arguments
     try:
-        main()
+        run()
     except SystemExit:
         pass
     loaded[" ".join(arguments)] = [name for name in {_HEAVY!r} if name in sys.modules]
