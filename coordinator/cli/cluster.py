@@ -42,7 +42,8 @@ async def serve(config: UpConfig, network: Network) -> None:
     shared_bytes, private_bytes = checks.weight_bytes(model, config.model.dtype)
     checks.require_memory(
         shared_bytes=shared_bytes,
-        node_bytes=private_bytes + config.engine.kv_cache_memory,
+        private_bytes=private_bytes,
+        pool_bytes=config.engine.kv_cache_memory,
         num_nodes=config.num_nodes,
     )
     config = dataclasses.replace(

@@ -14,8 +14,9 @@ import psutil
 from common.errors import ConfigError
 
 # An empty runtime with torch and transformers imported, private to each node; the rest of the cluster.
-_NODE_BYTES = 400 << 20
-_CONTROL_BYTES = 250 << 20
+_NODE_BYTES = 350 << 20
+_CONTROL_BYTES = 200 << 20
+_AUTO_POOL_BYTES = 512 << 20
 _COMPILERS = ("g++", "c++", "clang++")
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -21,14 +21,24 @@ def test_free_ports_are_free() -> None:
 
 
 def test_too_little_memory_is_said_in_figures() -> None:
-    with pytest.raises(ConfigError, match=r"2 nodes need about 3\.\d GB .* 1\.0 GB are free.*--kv-cache-memory"):
-        checks.require_memory(shared_bytes=10**9, node_bytes=10**9 // 2, num_nodes=2, available_bytes=10**9)
+    with pytest.raises(ConfigError, match=r"2 nodes need about 2\.9 GB .* 1\.0 GB are free.*--kv-cache-memory"):
+        checks.require_memory(
+            shared_bytes=10**9, private_bytes=0, pool_bytes=5 * 10**8, num_nodes=2, available_bytes=10**9
+        )
 
 
 def test_weights_that_nodes_share_count_once() -> None:
-    checks.require_memory(shared_bytes=10**9, node_bytes=0, num_nodes=4, available_bytes=3 * 10**9)
+    checks.require_memory(shared_bytes=10**9, private_bytes=0, pool_bytes=10**6, num_nodes=4, available_bytes=3 * 10**9)
     with pytest.raises(ConfigError):
-        checks.require_memory(shared_bytes=0, node_bytes=10**9, num_nodes=4, available_bytes=3 * 10**9)
+        checks.require_memory(
+            shared_bytes=0, private_bytes=10**9, pool_bytes=10**6, num_nodes=4, available_bytes=3 * 10**9
+        )
+
+
+def test_a_pool_that_sizes_itself_takes_a_tenth_of_what_is_free() -> None:
+    checks.require_memory(shared_bytes=0, private_bytes=0, pool_bytes=0, num_nodes=2, available_bytes=13 * 10**8)
+    with pytest.raises(ConfigError):
+        checks.require_memory(shared_bytes=0, private_bytes=0, pool_bytes=0, num_nodes=2, available_bytes=10**9)
 
 
 def test_weights_are_shared_in_the_type_they_are_stored_in_and_private_in_another(tmp_path: Path) -> None:
