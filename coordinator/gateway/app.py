@@ -105,9 +105,6 @@ class Gateway:
             answer.close()
             self._account(request, session, answer.error, num_output_tokens=text.num_tokens)
 
-<<<<<<< Updated upstream
-    def _session(self, asked: openai.Asked, prompt: list[int], *, arrived_s: float, max_model_len: int) -> Session:
-=======
     async def _body(self, request: web.Request) -> bytes:
         limit = self._config.max_body_bytes
         if request.content_length is not None and request.content_length > limit:
@@ -120,9 +117,7 @@ class Gateway:
             reason = " ".join(str(error).split()).removeprefix("400, message: ")
             raise RequestError(f"the body cannot be read: {reason}") from error
 
-    def _session(self, asked: openai.Asked, prompt: list[int], arrived_s: float) -> Session:
-        max_model_len = self._cluster.max_model_len or self._tokenizer.max_model_len or len(prompt) + 1
->>>>>>> Stashed changes
+    def _session(self, asked: openai.Asked, prompt: list[int], *, arrived_s: float, max_model_len: int) -> Session:
         sampling = openai.sampling_of(
             asked,
             num_prompt_tokens=len(prompt),

@@ -17,11 +17,8 @@ from common.errors import (
     UnavailableError,
 )
 from common.messages import Routed, View
-<<<<<<< Updated upstream
 from coordinator.gateway import replies
-=======
 from tests.raw_http import exchange, http
->>>>>>> Stashed changes
 from tests.unit.coordinator.gateway.cluster import MODEL, address, breaks, hangs, in_turn, node_view, refuses, says
 from tests.unit.coordinator.gateway.conftest import WITHIN_S, RunningGateway, StartGateway, chat_body, events_of
 
