@@ -57,11 +57,16 @@ def weight_bytes(folder: Path, dtype: str) -> tuple[int, int]:
     return 0, stored * _ITEM_BYTES.get(dtype, 4) // _ITEM_BYTES.get(stored_dtype, 4)
 
 
-def require_memory(*, shared_bytes: int, node_bytes: int, num_nodes: int, available_bytes: int | None = None) -> None:
-    """ConfigError unless the cluster fits: `shared_bytes` once, `node_bytes` (weights and pool) for each node."""
-    each = node_bytes + _NODE_BYTES
-    needed = shared_bytes + num_nodes * each + _CONTROL_BYTES
+def require_memory(
+    *, shared_bytes: int, private_bytes: int, pool_bytes: int, num_nodes: int, available_bytes: int | None = None
+) -> None:
+    """ConfigError unless the cluster fits: `shared_bytes` of weights once, `private_bytes` and a pool for each node.
+
+    `pool_bytes` 0 stands for the nodes' own choice, which adapts to the machine.
+    """
     available = available_memory() if available_bytes is None else available_bytes
+    each = private_bytes + (pool_bytes or min(_AUTO_POOL_BYTES, available // 10)) + _NODE_BYTES
+    needed = shared_bytes + num_nodes * each + _CONTROL_BYTES
     if needed > available:
         raise ConfigError(
             f"too little memory: {num_nodes} nodes need about {_gb(needed)} (each {_gb(each)}, weights they share "
