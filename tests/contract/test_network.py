@@ -1,23 +1,13 @@
 """One contract for every network: ZeroMQ over tcp and ipc, and memory with a clock that the test moves."""
 
 import asyncio
-import os
-import signal
-import socket
-import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
-import uvloop
-import zmq
 
-from common.clock import new_id
 from common.errors import (
-    BatonError,
     CallCancelledError,
     ConfigError,
     DeadlineError,
@@ -28,85 +18,24 @@ from common.errors import (
     PeerLostError,
 )
 from common.messages import (
-    WIRE_VERSION,
-    CallId,
-    End,
-    Hello,
     Incarnation,
     NodeId,
     NodeLoad,
-    Open,
-    Refuse,
     Report,
-    RequestBody,
-    Route,
     Tokens,
     Watch,
-    decode_from_callee,
-    encode,
 )
-from common.rpc.base import Handler, IncomingCall, OutgoingCall
-from common.rpc.call import LinkTimes
-from common.rpc.client import ClientEndpoint
-from common.rpc.endpoint import MAX_MESSAGE_BYTES
-from common.rpc.link import ZmqNetwork
-from common.rpc.memory import MemoryNetwork
-from common.rpc.server import ServerEndpoint
-
-QUICK = LinkTimes(beat_s=0.1, lost_after_s=2.0, connect_timeout_s=1.0, accept_timeout_s=2.0)
-ROUTE = Route("model", 1)
-T = TypeVar("T")
-
-
-class Bench:
-    """A network under test, and what a test needs to drive it."""
-
-    def __init__(self, kind: str, folder: Path) -> None:
-        in_memory = kind == "memory"
-        self.network: ZmqNetwork | MemoryNetwork = MemoryNetwork(times=QUICK) if in_memory else ZmqNetwork(times=QUICK)
-        self.address = f"ipc://{folder}/calls" if kind == "ipc" else "tcp://127.0.0.1:0"
-        self.client = self.new_client()
-
-    def new_client(self) -> ClientEndpoint:
-        return self.network.client(node=NodeId("caller"), incarnation=Incarnation(new_id()))
-
-    async def serve(self, watch: Handler, route: Handler | None = None, *, address: str = "") -> ServerEndpoint:
-        handlers: dict[type, Handler] = {Watch: watch} if route is None else {Watch: watch, Route: route}
-        return await self.network.serve(
-            address or self.address, handlers, node=NodeId("callee"), incarnation=Incarnation(new_id())
-        )
-
-    async def until(self, condition: Callable[[], bool], within_s: float = 5.0) -> None:
-        """Wait for what no event tells: the other side's books. In memory this is what moves the clock."""
-        loop = asyncio.get_running_loop()
-        end_s = loop.time() + within_s
-        while not condition():
-            if isinstance(self.network, MemoryNetwork):
-                await self.network.advance(0.05)
-            else:
-                turn = loop.create_future()
-                loop.call_later(0.002, turn.set_result, None)
-                await turn
-            assert loop.time() < end_s, "it never came true"
-
-    async def result(self, work: Awaitable[T]) -> T:
-        task = asyncio.ensure_future(work)
-        await self.until(task.done)
-        return task.result()
-
-    async def enter(
-        self, address: str, body: RequestBody | None = None, *, incarnation: Incarnation | None = None
-    ) -> OutgoingCall:
-        """A call that the test holds open until it `leave`s it."""
-        return await self.result(self.client.open(address, body or Watch(), incarnation=incarnation).__aenter__())
-
-    def kill(self, server: ServerEndpoint) -> None:
-        """Its connections break without a word, as when its process is killed."""
-        if isinstance(self.network, MemoryNetwork):
-            self.network.kill(server.address)
-        else:
-            server.listener.close()
-            server.abort("killed")
+from common.rpc.base import IncomingCall
+from tests.contract.network_bench import (
+    ROUTE,
+    Bench,
+    Held,
+    ask,
+    count_to_five,
+    descriptors_and_threads,
+    drain,
+    leave,
+)
 
 
 @pytest.fixture(params=["tcp", "ipc", "memory"])
@@ -119,46 +48,6 @@ async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     await bench.until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
     assert bench.client.num_calls == bench.client.num_links == 0
     assert descriptors_and_threads() == before
-
-
-def descriptors_and_threads() -> tuple[int, int]:
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-
-class Held:
-    """A handler that waits until it is cancelled, and tells when it has cleaned up."""
-
-    def __init__(self) -> None:
-        self.started = asyncio.Event()
-        self.ended = asyncio.Event()
-
-    async def __call__(self, call: IncomingCall) -> None:
-        self.started.set()
-        call.send(Tokens([0]))
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.ended.set()
-
-
-async def count_to_five(call: IncomingCall) -> None:
-    for number in range(5):
-        call.send(Tokens([number]))
-        if number % 2:
-            await asyncio.sleep(0)
-
-
-async def leave(call: OutgoingCall) -> None:
-    await call.__aexit__(None, None, None)
-
-
-async def drain(call: OutgoingCall) -> list[int]:
-    return [token async for item in call if isinstance(item, Tokens) for token in item.tokens]
-
-
-async def ask(client: ClientEndpoint, address: str) -> list[int]:
-    async with client.open(address, Watch()) as call:
-        return await drain(call)
 
 
 async def test_items_stream_in_order_and_a_good_end_ends_the_iteration(bench: Bench) -> None:
@@ -382,158 +271,3 @@ async def test_an_unsendable_item_ends_its_call_and_no_other(bench: Bench) -> No
 
 
 # --- ZeroMQ alone ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def kind() -> str:
-    return "tcp"
-
-
-@pytest.fixture
-async def wild(kind: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    bench = Bench(kind, tmp_path)
-    yield bench
-    await bench.network.close()
-
-
-HELLO = encode([Hello(WIRE_VERSION, NodeId("stranger"), Incarnation("0"))])
-BAD_MESSAGES = {
-    "no MessagePack": [b"\xc1\xff garbage"],
-    "nothing": [b""],
-    "no list": [b"\x01"],
-    "an unknown frame": [b"\x91\x81\xa4type\xa5Dance"],
-    "the other direction": [encode([End(CallId(1), 0)])],
-    "too large": [b"\x00" * (MAX_MESSAGE_BYTES + 1)],
-    "several parts": [b"one", b"two"],
-}
-
-
-@pytest.mark.parametrize("after_hello", [True, False], ids=["on a link", "as the first message"])
-@pytest.mark.parametrize("message", BAD_MESSAGES.values(), ids=BAD_MESSAGES.keys())
-async def test_a_malformed_message_costs_its_sender_the_link_and_nobody_else_anything(
-    wild: Bench, message: list[bytes], after_hello: bool
-) -> None:
-    held = Held()
-    server = await wild.serve(count_to_five, held)
-    other = await wild.enter(server.address, ROUTE)
-    context = zmq.Context()
-    raw = context.socket(zmq.DEALER)
-    raw.connect(server.address)
-    if after_hello:
-        raw.send(HELLO)
-        await wild.until(lambda: server.num_links == 2)
-    raw.send_multipart(message)
-    await wild.until(lambda: server.num_links == 1, within_s=1.0)
-    assert await wild.result(ask(wild.client, server.address)) == [0, 1, 2, 3, 4]
-    assert (server.num_links, server.num_calls) == (1, 1)
-    assert not held.ended.is_set()
-    raw.close(linger=0)
-    context.term()
-    await leave(other)
-
-
-async def test_a_peer_whose_link_was_given_up_is_told_so(wild: Bench) -> None:
-    server = await wild.serve(count_to_five)
-    context = zmq.Context()
-    raw = context.socket(zmq.DEALER)
-    raw.connect(server.address)
-    raw.send(encode([Open(CallId(1), Watch())]))
-    await wild.until(lambda: bool(raw.getsockopt(zmq.EVENTS) & zmq.POLLIN))
-    [refuse] = decode_from_callee(raw.recv())
-    assert isinstance(refuse, Refuse)
-    assert server.num_calls == 0
-    raw.close(linger=0)
-    context.term()
-
-
-@pytest.mark.parametrize("garbage", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 5000], ids=["silence", "HTTP", "noise"])
-async def test_a_raw_tcp_connection_harms_nobody(wild: Bench, garbage: bytes) -> None:
-    server = await wild.serve(count_to_five)
-    host, port = server.address.removeprefix("tcp://").split(":")
-    with socket.create_connection((host, int(port))) as raw:
-        raw.sendall(garbage)
-        assert await wild.result(ask(wild.client, server.address)) == [0, 1, 2, 3, 4]
-
-
-async def test_a_port_that_accepts_and_says_nothing_fails_after_the_connect_timeout(wild: Bench) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        began_s = time.monotonic()
-        with pytest.raises(PeerLostError):
-            async with wild.client.open(f"tcp://127.0.0.1:{mute.getsockname()[1]}", Watch()):
-                pass
-        assert 0.5 < time.monotonic() - began_s < 2.5
-
-
-async def test_malformed_bytes_from_a_server_cost_the_client_that_link_only(wild: Bench) -> None:
-    server = await wild.serve(count_to_five)
-    context = zmq.Context()
-    raw = context.socket(zmq.ROUTER)
-    raw.bind("tcp://127.0.0.1:0")
-    address = raw.getsockopt_string(zmq.LAST_ENDPOINT)
-    bad = asyncio.ensure_future(ask(wild.client, address))
-    await wild.until(lambda: bool(raw.getsockopt(zmq.EVENTS) & zmq.POLLIN))
-    peer, _ = raw.recv_multipart()
-    raw.send_multipart([peer, b"garbage"])
-    with pytest.raises(PeerLostError, match="malformed"):
-        await wild.result(bad)
-    assert await wild.result(ask(wild.client, server.address)) == [0, 1, 2, 3, 4]
-    raw.close(linger=0)
-    context.term()
-
-
-CHILD = """
-import asyncio
-from common.messages import Incarnation, NodeId, Tokens, Watch
-from common.rpc.link import ZmqNetwork
-
-async def main():
-    async def hold(call):
-        call.send(Tokens([1]))
-        await asyncio.Event().wait()
-    server = await ZmqNetwork().serve("tcp://127.0.0.1:0", {Watch: hold}, node=NodeId("child"),
-                                      incarnation=Incarnation("child"))
-    print(server.address, flush=True)
-    await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
-
-
-async def test_a_process_killed_with_sigkill_is_noticed_within_a_second(wild: Bench) -> None:
-    child = await asyncio.create_subprocess_exec(sys.executable, "-c", CHILD, stdout=asyncio.subprocess.PIPE)
-    try:
-        assert child.stdout is not None
-        address = (await child.stdout.readline()).decode().strip()
-        async with wild.client.open(address, Watch()) as call:
-            assert isinstance(await anext(aiter(call)), Tokens)
-            began_s = time.monotonic()
-            child.send_signal(signal.SIGKILL)
-            with pytest.raises(PeerLostError):
-                await drain(call)
-            assert time.monotonic() - began_s < 1.0
-    finally:
-        with suppress(ProcessLookupError):
-            child.kill()
-        await child.wait()
-
-
-def test_it_runs_under_uvloop_and_leaves_no_descriptor(tmp_path: Path) -> None:
-    async def main() -> None:
-        before = descriptors_and_threads()
-        bench = Bench("ipc", tmp_path)
-        held = Held()
-        server = await bench.serve(count_to_five, held)
-        assert await ask(bench.client, server.address) == [0, 1, 2, 3, 4]
-        async with bench.client.open(server.address, ROUTE) as call:
-            await anext(aiter(call))
-            with pytest.raises(DeadlineError):
-                async with bench.client.open(server.address, ROUTE, timeout_s=0.05) as short:
-                    await drain(short)
-            bench.kill(server)
-            with pytest.raises(BatonError):
-                await drain(call)
-        await bench.network.close()
-        assert descriptors_and_threads() == before
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(main(), 20))
