@@ -31,15 +31,18 @@ def main() -> int:
 def convert(source: Path, destination: Path) -> None:
     """Write the folder `destination`. ConfigError for files that transformers cannot read, or a full disk."""
     _report("reading the file")
-    names = ("transformers", "transformers.modeling_gguf_pytorch_utils", "gguf")
-    modules: list[Any] = [importlib.import_module(name) for name in names]  # untyped, and two are patched below
-    transformers, reading, gguf = modules
-    transformers.logging.set_verbosity_error()
-    # Parsing the vocabulary takes seconds and would be done three times
+    gguf: Any = importlib.import_module("gguf")  # untyped, as all that follow, and patched
+    # Parsing the vocabulary takes seconds and would be done four times
     gguf.GGUFReader = functools.cache(gguf.GGUFReader)
+    try:
+        reader = gguf.GGUFReader(str(source))
+    except (ValueError, IndexError, KeyError) as error:
+        raise ConfigError(f"this is no GGUF file that can be read, or only a part of one: {error}") from error
+    _require_disk(reader, destination.parent)
+    transformers: Any = importlib.import_module("transformers")
+    reading: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
     reading.tqdm = _counted  # its loop over the tensors is the slow part
-
-    _require_disk(gguf.GGUFReader(str(source)), destination.parent)
+    transformers.logging.set_verbosity_error()
     where: dict[str, Any] = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
     try:
         config = transformers.AutoConfig.from_pretrained(**where)

@@ -82,4 +82,5 @@ def _kth_largest(values: Logits, k: int) -> np.float32:
 
 def _weights(logits: Logits, top: np.float32, temperature: float) -> Logits:
     """Softmax weights relative to the best token's."""
-    return np.exp(np.maximum((logits - top) / np.float32(max(temperature, _COLDEST)), np.float32(-100)))
+    weights: Logits = np.exp(np.maximum((logits - top) / np.float32(max(temperature, _COLDEST)), np.float32(-100)))
+    return weights

@@ -44,6 +44,8 @@ def resolve(model: str, *, progress: Progress = no_progress, cache: Path | None 
     models = (cache or cache_root()) / "models"
     if model == DEMO:
         return _cached(models, fetch.DEMO_NAME, fetch.DEMO_DISK_BYTES, _build_demo, progress)
+    if not model:
+        raise ConfigError(f"model: is empty; give a folder, a .gguf file, a hub id or {DEMO!r}")
     path = Path(model).expanduser()
     if path.is_dir():
         return _ready_folder(path, models, progress)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate import init_empty_weights
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -22,6 +23,7 @@ Model = Any
 """A transformers causal language model; the library's own types say less than its documentation."""
 
 _auto_model: Any = AutoModelForCausalLM
+_logging: Any = transformers.logging
 
 
 def load_config(folder: Path) -> Any:
@@ -37,15 +39,24 @@ def load_model(folder: Path, config: Any, dtype: torch.dtype) -> tuple[Model, bo
 
     ConfigError if transformers cannot build this architecture with our attention.
     """
+    _logging.disable_progress_bar()
     tensors = _mapped_tensors(folder)
     try:
         model = _mapped_model(config, tensors, dtype)
         mapped = model is not None
         if model is None:
             tensors.clear()
-            model = _auto_model.from_pretrained(
-                folder, config=config, dtype=dtype, attn_implementation=ATTENTION, local_files_only=True
+            model, found = _auto_model.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION,
+                local_files_only=True,
+                output_loading_info=True,
             )
+            lacking = sorted([*found["missing_keys"], *(str(key) for key in found["mismatched_keys"])])
+            if lacking:  # transformers would serve random numbers in their place
+                raise ConfigError(f"model: the checkpoint has no fitting weights for {', '.join(lacking[:3])}")
     except KeyError as error:
         if error.args != (ATTENTION,):
             raise
@@ -86,7 +97,8 @@ def _mapped_model(config: Any, tensors: Mapping[str, torch.Tensor], dtype: torch
             continue
         if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype or not found.is_contiguous():
             return None
-        if name in tied and not torch.equal(found, tensors[tied[name]]):
+        source = tensors.get(tied.get(name, name))
+        if source is None or (source is not found and not torch.equal(found, source)):
             return None  # the checkpoint unties what the configuration ties; transformers knows what to do
     model.load_state_dict(
         {name: tensors[name] for name in model.state_dict() if name in tensors}, assign=True, strict=False

@@ -1,0 +1,55 @@
+"""The pool's size and its tensor."""
+
+import numpy as np
+import pytest
+import torch
+
+from common.config import EngineConfig
+from common.errors import ConfigError
+from common.kv_cache import cache
+from common.kv_cache.cache import num_pool_blocks, open_pool
+from common.messages import Incarnation, KVLayout, LayerKV
+
+LAYOUT = KVLayout(16, "float32", 4, (LayerKV(3, 64, 64),) * 30)  # 737,280 bytes a block
+CPU = torch.device("cpu")
+
+
+def blocks(available: int, monkeypatch: pytest.MonkeyPatch, *, memory: int = 0, max_model_len: int = 8192) -> int:
+    monkeypatch.setattr(cache, "available_bytes", lambda: available)
+    config = EngineConfig(kv_cache_memory=memory)
+    return num_pool_blocks(config, LAYOUT, max_model_len=max_model_len, device=CPU)
+
+
+def test_a_pool_takes_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert blocks(0, monkeypatch, memory=10 * LAYOUT.block_bytes + 5) == 10
+
+
+def test_the_default_is_a_tenth_of_free_memory_up_to_512_mib(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert blocks(64 << 30, monkeypatch) == (512 << 20) // LAYOUT.block_bytes
+    assert blocks(3 << 30, monkeypatch) == int((3 << 30) * 0.1) // LAYOUT.block_bytes
+
+
+def test_one_sequence_of_2048_tokens_fits_while_half_of_free_memory_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert blocks(400 << 20, monkeypatch) == 128
+    assert blocks(100 << 20, monkeypatch) == (50 << 20) // LAYOUT.block_bytes
+    assert blocks(400 << 20, monkeypatch, max_model_len=100) == (40 << 20) // LAYOUT.block_bytes
+
+
+def test_a_pool_without_room_for_a_block_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="737280 bytes"):
+        blocks(0, monkeypatch, memory=737_279)
+
+
+def test_the_machine_has_memory_to_give() -> None:
+    assert cache.available_bytes() > 1 << 20
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
+def test_the_tensor_lies_over_the_pools_own_bytes(dtype: str, itemsize: int) -> None:
+    layout = KVLayout(4, dtype, itemsize, (LayerKV(2, 8, 8), LayerKV(1, 4, 2)))
+    memory, pool = open_pool(layout, 5, Incarnation("0" * 32), CPU)
+    assert pool.shape == (5, layout.block_elements)
+    assert pool.dtype == getattr(torch, dtype)
+    pool[3] = 1.5
+    assert np.array_equal(memory.blocks[3], pool[3].view(torch.uint8).numpy())
+    assert not memory.blocks[[0, 1, 2, 4]].any()
