@@ -66,7 +66,7 @@ if ! "$venv/bin/python" -m pip show torch 2>/dev/null | grep -q "^Version: ${tor
         pip_install --index-url "$TORCH_INDEX" "$torch"
     else
         echo "baton: installing $torch from pip's index (CPU build: about 200 MB to download, a minute or two)."
-        echo "baton: PyPI itself has a CUDA build of several GB for Linux on x86-64; Ctrl-C and 'make up TORCH_INDEX=...' take the CPU build (README: Installing)."
+        echo "baton: PyPI itself has a CUDA build of several GB for Linux on x86-64; Ctrl-C and 'make up TORCH_INDEX=...' take the CPU build (see README)."
         pip_install "$torch"
     fi
 fi
