@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from tests.process.cluster import BatonUp
 
@@ -29,3 +30,21 @@ def baton_up(tiny_model: Path, tmp_path: Path) -> Callable[..., BatonUp]:
         return BatonUp("--model", str(tiny_model), *_SMALL, *flags, log_dir=tmp_path / "logs", prefix=prefix)
 
     return make
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def standing_pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[BatonUp]:
+    """One prefill and one decode node, shared by tests that leave a cluster as they found it.
+
+    Such tests run in the session's loop: `pytest.mark.asyncio(loop_scope="session")`.
+    """
+    async with BatonUp("--model", str(tiny_model), *_SMALL, log_dir=tmp_path_factory.mktemp("pair")) as up:
+        yield up
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def standing_pairs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[BatonUp]:
+    """The same with two prefill and two decode nodes."""
+    flags = (*_SMALL, "--prefill", "2", "--decode", "2")
+    async with BatonUp("--model", str(tiny_model), *flags, log_dir=tmp_path_factory.mktemp("pairs")) as up:
+        yield up

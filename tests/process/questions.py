@@ -48,17 +48,25 @@ async def caller_of(coordinator: str) -> AsyncIterator[Caller]:
         await network.close()
 
 
-async def is_empty(caller: Caller, *, within_s: float = 3.0) -> None:
-    """Every node says that it holds no call, request or lease, and that every block is free."""
-    async with asyncio.timeout(within_s):
-        while True:
-            views = (await caller.view()).nodes
-            held = {
-                view.card.node: view.load
-                for view in views
-                if (view.load.num_calls, view.load.num_running, view.load.num_waiting, view.load.leased_blocks)
-                != (0, 0, 0, 0)
-                or view.load.free_blocks != view.card.num_blocks
-            }
-            if views and not held:
-                return
+async def is_empty(caller: Caller, *, within_s: float = 3.0, fresh: bool = False) -> None:
+    """Every node says that it holds no call, request or lease, and that every block is free.
+
+    `fresh`: says so from now on. A node reports twice a second, so what it said last may be older than the question.
+    """
+    old = {view.card.incarnation: view.load for view in (await caller.view()).nodes} if fresh else {}
+    held: dict[str, object] = {"nobody": "has said anything"}
+    try:
+        async with asyncio.timeout(within_s):
+            while held:
+                views = (await caller.view()).nodes
+                held = {
+                    view.card.node: view.load
+                    for view in views
+                    if (view.load.num_calls, view.load.num_running, view.load.num_waiting, view.load.leased_blocks)
+                    != (0, 0, 0, 0)
+                    or view.load.free_blocks != view.card.num_blocks
+                    or view.load == old.get(view.card.incarnation)
+                }
+                held = held if views else {"nobody": "is there"}
+    except TimeoutError:
+        raise AssertionError(f"not empty within {within_s} s: {held}") from None
