@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -47,12 +48,14 @@ async def serve(config: UpConfig, network: Network) -> None:
         num_nodes=config.num_nodes,
     )
     config = dataclasses.replace(
-        config,
-        port=config.port or checks.free_port(config.host),
-        model=dataclasses.replace(config.model, model=str(model), served_name=served_name(config.model)),
+        config, model=dataclasses.replace(config.model, model=str(model), served_name=served_name(config.model))
     )
-    plan = make_plan(config, coordinator=_coordinator_endpoint(), num_cores=checks.usable_cores(), env=os.environ)
     async with contextlib.AsyncExitStack() as resources:
+        if config.port == 0:
+            port = resources.enter_context(checks.reserve_port(config.host)).getsockname()[1]
+            config = dataclasses.replace(config, port=port)
+        host, port = resources.enter_context(_coordinator_port()).getsockname()
+        plan = make_plan(config, coordinator=f"tcp://{host}:{port}", num_cores=checks.usable_cores(), env=os.environ)
         client = network.client(node=NodeId("up"), incarnation=Incarnation(new_id()))
         resources.push_async_callback(client.close)
         await Cluster(config, plan, console=console, client=client, log_dir=folder).run()
@@ -174,15 +177,13 @@ def _log_root(config: UpConfig) -> Path:
     return Path(cache, "logs") if cache else Path(".baton", "logs")
 
 
-def _coordinator_endpoint() -> str:
+def _coordinator_port() -> socket.socket:
     """Where `baton status` looks by itself, if nobody else is there."""
-    usual = CoordinatorConfig().listen
-    host, _, port = usual.removeprefix("tcp://").rpartition(":")
+    host, _, port = CoordinatorConfig().listen.removeprefix("tcp://").rpartition(":")
     try:
-        checks.require_free_port(host, int(port))
-    except ConfigError:
-        return f"tcp://{host}:{checks.free_port(host)}"
-    return usual
+        return checks.reserve_port(host, int(port))
+    except OSError:
+        return checks.reserve_port(host)
 
 
 def _say_what_comes(console: Console, config: UpConfig, folder: Path) -> None:

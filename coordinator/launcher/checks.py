@@ -37,11 +37,19 @@ def require_free_port(host: str, port: int) -> None:
             ) from error
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def reserve_port(host: str, port: int = 0) -> socket.socket:
+    """A socket that keeps a port (0: any free one) for a child to listen on, until it is closed. OSError if taken.
+
+    Who listens there sets SO_REUSEADDR, as ZeroMQ and asyncio do; another `baton up` that looks for a port does not.
+    """
+    holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        holder.bind((host, port))
+    except OSError:
+        holder.close()
+        raise
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return holder
 
 
 def weight_bytes(folder: Path, dtype: str) -> tuple[int, int]:

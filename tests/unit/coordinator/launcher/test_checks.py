@@ -16,8 +16,18 @@ def test_a_port_in_use_is_named_with_its_holder_and_the_way_out() -> None:
     checks.require_free_port("127.0.0.1", port)
 
 
-def test_free_ports_are_free() -> None:
-    checks.require_free_port("127.0.0.1", checks.free_port())
+def test_a_reserved_port_is_nobody_elses_but_a_child_can_listen_there() -> None:
+    with checks.reserve_port("127.0.0.1") as holder:
+        port = holder.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            checks.reserve_port("127.0.0.1", port)
+        for _ in range(2):  # a restarted child finds it free again
+            with (
+                socket.create_server(("127.0.0.1", port)),
+                socket.create_connection(("127.0.0.1", port)),
+                pytest.raises(OSError, match="in use"),
+            ):
+                checks.reserve_port("127.0.0.1", port)
 
 
 def test_too_little_memory_is_said_in_figures() -> None:
