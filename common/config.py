@@ -28,7 +28,7 @@ class ModelConfig:
     threads: Annotated[int, AtLeastZero, Meta(description="CPU threads of the engine; 0 shares the host.")] = 0
     max_model_len: Annotated[int, AtLeastZero, Meta(description="Longest sequence; 0 is the model's own.")] = 0
     batch_invariant: Annotated[
-        bool, Meta(description="Give a row the same bits whatever the batch (pads steps below 16 rows).")
+        bool, Meta(description="Give a row the same bits whatever the batch (pads steps of few rows).")
     ] = True
 
 

