@@ -27,6 +27,8 @@ async def stay_registered(
                 await _report_while_open(call, load, report_s)
         except BatonError as error:
             log.info("coordinator away", coordinator=coordinator, error=str(error), retry_s=retry_s)
+        except Exception:  # an edge: a node that nobody knows is worse than a bug that is logged again and again
+            log.exception("registration failed", coordinator=coordinator, retry_s=retry_s)
         await asyncio.sleep(retry_s)
         retry_s = min(retry_s * 2, _LAST_RETRY_S)
 
