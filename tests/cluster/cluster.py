@@ -86,10 +86,7 @@ class Cluster:
 
     async def __aenter__(self) -> "Cluster":
         self._life.push_async_callback(self.network.close)
-        server = await self.coordinator.listen(COORDINATOR, self.network)
-        self._life.push_async_callback(server.close)
-        ticking = asyncio.create_task(self.coordinator.tick_forever())
-        self._life.push_async_callback(_cancelled, ticking)
+        await self._start_coordinator()
         client = self.network.client(node=NodeId("test"), incarnation=Incarnation(new_id()))
         self._life.push_async_callback(client.close)
         self.caller = Caller(client, COORDINATOR)
@@ -103,6 +100,20 @@ class Cluster:
             for name in list(self.nodes):
                 await self.stop(name)
             await self._life.aclose()
+
+    # --- coordinator ---------------------------------------------------------------------------------------
+
+    async def restart_coordinator(self) -> None:
+        """As kill -9 and a new process at the same address, which knows nothing."""
+        self.network.kill(COORDINATOR)
+        self.coordinator = Coordinator(clock=self.clock, patience=Patience())
+        await self._start_coordinator()
+
+    async def _start_coordinator(self) -> None:
+        server = await self.coordinator.listen(COORDINATOR, self.network)
+        self._life.push_async_callback(server.close)
+        ticking = asyncio.create_task(self.coordinator.tick_forever())
+        self._life.push_async_callback(_cancelled, ticking)
 
     # --- nodes ---------------------------------------------------------------------------------------------
 
