@@ -33,11 +33,11 @@ class UcxServer:
 
     async def start(self) -> Offer:
         host = self._listen_host
-        ucxx = wire.ENGINE.borrow(host)
+        ucxx = await wire.ENGINE.borrow(host)
         try:
             self._listener = ucxx.create_listener(self._connected, connect_timeout=_HELLO_TIMEOUT_S)
         except Exception as error:
-            wire.ENGINE.give_back()
+            await wire.ENGINE.give_back()
             raise TransferError(f"ucx: cannot listen ({error})") from error
         query = urlencode({"secret": self._secret, "fast": int(self._fast)})
         address = f"[{host}]" if ":" in host else host
@@ -55,7 +55,7 @@ class UcxServer:
         await listener._handler_tracker.wait()
         listener.close()
         del listener
-        wire.ENGINE.give_back()
+        await wire.ENGINE.give_back()
 
     def _connected(self, endpoint: Any) -> None:
         line = wire.Line(endpoint)

@@ -34,7 +34,7 @@ class UcxReader:
         address = urlsplit(self._offer.address)
         host = address.hostname or ""
         secret = parse_qs(address.query).get("secret", [""])[0]
-        wire.ENGINE.borrow(host)
+        await wire.ENGINE.borrow(host)
         try:
             line = await wire.connect(host, address.port or 0, timeout_s=_CONNECT_TIMEOUT_S)
             try:
@@ -43,7 +43,7 @@ class UcxReader:
                 line.abort()
                 raise
         except BaseException:
-            wire.ENGINE.give_back()
+            await wire.ENGINE.give_back()
             raise
         self._line = line
         self._watch = StallWatch(self._stall_timeout_s, self._stalled)
@@ -154,4 +154,4 @@ class UcxReader:
         finally:
             self._watch.stop()
             del line, ending
-            wire.ENGINE.give_back()
+            await wire.ENGINE.give_back()

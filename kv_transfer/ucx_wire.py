@@ -87,11 +87,15 @@ class _Engine:
         self._num_users = 0
         self._exit_hook = False
         self._worker: Any = None
+        self._ended: asyncio.Event | None = None
+        """Set while UCX is being taken down; who wants it then waits until it is, and starts it anew."""
 
-    def borrow(self, host: str) -> Any:
+    async def borrow(self, host: str) -> Any:
         """The ucxx module, ready. TransferError if this process uses UCX in a way that `host` does not fit."""
         loop = asyncio.get_running_loop()
         loopback = ipaddress.ip_address(host).is_loopback
+        while self._loop is loop and self._ended is not None:
+            await self._ended.wait()
         if self._loop is None:
             self._start(loop, loopback)
         elif self._loop is not loop:
@@ -101,9 +105,21 @@ class _Engine:
         self._num_users += 1
         return importlib.import_module("ucxx")
 
-    def give_back(self) -> None:
+    async def give_back(self) -> None:
+        """Call when every endpoint and listener of this user is closed."""
+        if self._loop is not asyncio.get_running_loop():
+            return  # the loop that it was borrowed on has ended, and UCX with it
         self._num_users -= 1
-        if self._num_users == 0:
+        if self._num_users:
+            return
+        self._ended = asyncio.Event()
+        try:
+            self._stop_notifying()
+            # What ucxx's thread has put on the loop before it ended holds the worker, with its thread and its
+            # descriptors, until it has run: one turn makes it a task, the next one runs that.
+            for _ in range(2):
+                await asyncio.sleep(0)
+        finally:
             self._stop()
 
     def prepare(self) -> None:
@@ -133,29 +149,37 @@ class _Engine:
             # atexit is too late: the interpreter first waits for all threads, ucxx's among them.
             threading._register_atexit(self._stop)  # type: ignore[attr-defined]
 
-    def _stop(self) -> None:
-        loop, self._loop = self._loop, None
-        self._num_users = 0
-        if loop is None:
+    def _stop_notifying(self) -> None:
+        """End ucxx's thread. Left to itself, `reset` waits for up to a second until that looks whether it should."""
+        thread = importlib.import_module("ucxx.core")._get_ctx().notifier_thread
+        if thread is None:
             return
-        ucxx = importlib.import_module("ucxx")
-        context = ucxx.core._get_ctx()
-        # Else `reset` waits for up to a second until ucxx's thread looks whether it should end. The thread may want
-        # the interpreter's lock for its last steps, so it is joined in small portions.
         self._worker.stop_request_notifier_thread()
-        while context.notifier_thread.is_alive():
-            context.notifier_thread.join(timeout=0.005)
+        while thread.is_alive():
+            thread.join(timeout=0.005)  # in portions: its last steps may need the interpreter's lock
         # A worker that was told to stop before it waited, or has news for nobody, believes that its thread still runs.
         for _ in range(2):
             self._worker.wait_request_notifier(period_ns=1)
         self._worker.stop_request_notifier_thread()
-        self._worker = context = None
+
+    def _stop(self) -> None:
+        """Take UCX down, now: also where no loop runs any more. Idempotent."""
+        if self._loop is None:
+            return
+        self._stop_notifying()
+        loop, self._loop = self._loop, None
+        ended, self._ended = self._ended, None
+        self._num_users = 0
+        self._worker = None
         # ucxx leaves its wrapper on the loop, and through it the worker with its thread and descriptors.
         loop.__dict__.pop("close", None)
+        ucxx = importlib.import_module("ucxx")
         # Raises if somebody still holds an endpoint, as at the end of a process: the threads are stopped all the same.
         with suppress(ucxx.exceptions.UCXError):
             ucxx.reset()
         gc.collect()
+        if ended is not None:
+            ended.set()
 
 
 ENGINE = _Engine()

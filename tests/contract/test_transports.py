@@ -38,9 +38,9 @@ async def ucx_stays_up() -> AsyncIterator[None]:
         return
     from kv_transfer.ucx_wire import ENGINE
 
-    ENGINE.borrow("127.0.0.1")
+    await ENGINE.borrow("127.0.0.1")
     yield
-    ENGINE.give_back()
+    await ENGINE.give_back()
 
 
 @asynccontextmanager
