@@ -20,6 +20,7 @@ def answers(folder: Path, num_tokens: int, lengths: list[int]) -> Iterator[dict[
     import torch
     from transformers import AutoModelForCausalLM
 
+    torch.set_num_threads(1)  # beside a busy machine, two that wait for each other are many times slower
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for length in lengths:
