@@ -207,10 +207,9 @@ async def test_ignore_eos_goes_on_where_an_answer_would_end(api: Asking) -> None
         return await api.ask(temperature=1, seed=seed, max_tokens=limit, extra_body=extra, stream=bool(seed % 2))
 
     answers = await asyncio.gather(*[drawn(seed, {}) for seed in range(16)])
-    ended = {seed: said for seed, said in enumerate(answers) if said.finish == "stop"}
+    ended = {seed: said for seed, said in enumerate(answers) if said.finish == "stop" and said.num_tokens < limit}
     assert ended, "of 16 random answers one was meant to end by itself"
     for seed, said in itertools.islice(ended.items(), 2):
-        assert said.num_tokens < limit
         longer = await drawn(seed, ON)
         assert (longer.num_tokens, longer.finish) == (limit, "length")
         assert longer.text.startswith(said.text.rstrip("\ufffd"))
@@ -243,7 +242,7 @@ async def test_an_unknown_model_is_not_found(api: Asking, stream: bool) -> None:
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
 async def test_a_prompt_longer_than_the_context_is_refused_by_name(api: Asking, chat: bool, stream: bool) -> None:
-    for prompt, max_tokens in (("0123456789 " * 400, 8), ("hello", 5000)):
+    for prompt, max_tokens in (("z" * 3000, 8), ("hello", 5000)):
         with pytest.raises(openai.BadRequestError) as caught:
             await api.ask(prompt, chat=chat, stream=stream, max_tokens=max_tokens)
         assert caught.value.code == "context_length_exceeded"
