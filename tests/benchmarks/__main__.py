@@ -86,10 +86,8 @@ def run(part: Part, number: int, num_parts: int, *, quick: bool, console: Consol
 
 
 def _follow(command: list[str], console: Console, part: Part) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
-
     def to_end() -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+        return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
 
     if part.shows_progress or not console.is_terminal:
         return to_end()

@@ -13,6 +13,7 @@ the rest of torch's operators, and what is left: Python, building the step, draw
 """
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -216,6 +217,7 @@ def _marked_attention() -> Iterator[None]:
 
 
 def _profile(runner: Runner, plan: StepPlan, rounds: int) -> Profile:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write two lines a step
     plain_s, seen = [], []
     for _ in range(rounds):
         plain_s.append(seconds(lambda: runner.execute(plan)))

@@ -17,7 +17,7 @@ figures taken beside much of it are no good.
 import asyncio
 import gc
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,29 +93,30 @@ async def _measure(scale: Scale, progress: Progress) -> Result:
             progress("starting the clusters", number, len(CLUSTERS))
             deployment = Deployment(name, *flags, log_dir=folder / name)
             clusters.append(await resources.enter_async_context(deployment))
-        for cluster in clusters:
-            progress("warming up", None, None)
+        for cluster in _each(clusters, "warming up", progress):
             await at_once(cluster.client, Prompts(0).many(8, 128), 8)
-        work = len(scale.bursts) + 3
         rows = []
-        for number, burst in enumerate(scale.bursts):
-            progress("workloads", number, work)
-            rows += await _burst(burst, clusters, seed=1000 * (number + 1))
-        progress("workloads", len(scale.bursts), work)
-        interruptions = [await _interrupted(scale, cluster) for cluster in clusters]
-        progress("workloads", len(scale.bursts) + 1, work)
-        shared = [await _shared(scale, cluster) for cluster in clusters]
-        progress("workloads", len(scale.bursts) + 2, work)
-        idle = [await _idle(cluster) for cluster in clusters]
+        for number, burst in enumerate(scale.bursts, 1):
+            rows += await _burst(burst, clusters, progress, seed=1000 * number)
+        interruptions = [await _interrupted(scale, cluster) for cluster in _each(clusters, "W3L", progress)]
+        shared = [await _shared(scale, cluster) for cluster in _each(clusters, "W4", progress)]
+        idle = [await _idle(cluster) for cluster in _each(clusters, "idle", progress)]
         progress("stopping the clusters", None, None)
     return Result(tuple(idle), tuple(rows), tuple(interruptions), tuple(shared))
 
 
-async def _burst(burst: Burst, clusters: Sequence[Deployment], *, seed: int) -> list[BurstRow]:
+def _each(clusters: Sequence[Deployment], stage: str, progress: Progress) -> Iterator[Deployment]:
+    for number, cluster in enumerate(clusters):
+        progress(stage, number, len(clusters))
+        yield cluster
+
+
+async def _burst(burst: Burst, clusters: Sequence[Deployment], progress: Progress, *, seed: int) -> list[BurstRow]:
     """Round by round, the clusters taking turns, each time another one first."""
     done: dict[str, list[tuple[list[Stream], Account]]] = {cluster.name: [] for cluster in clusters}
     for number in range(burst.rounds):
-        for cluster in clusters if number % 2 == 0 else clusters[::-1]:
+        stage = f"{burst.name}, {burst.streams} at once, round {number + 1} of {burst.rounds}"
+        for cluster in _each(clusters if number % 2 == 0 else clusters[::-1], stage, progress):
             prompts = Prompts(seed + number).many(burst.streams, burst.prompt_tokens)
             done[cluster.name].append(await cluster.account(at_once(cluster.client, prompts, burst.max_tokens)))
     return [_burst_row(burst, name, rounds) for name, rounds in done.items()]
