@@ -48,3 +48,10 @@ async def standing_pairs(tiny_model: Path, tmp_path_factory: pytest.TempPathFact
     flags = (*_SMALL, "--prefill", "2", "--decode", "2")
     async with BatonUp("--model", str(tiny_model), *flags, log_dir=tmp_path_factory.mktemp("pairs")) as up:
         yield up
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def standing_demo(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[BatonUp]:
+    """What `baton up` without any flag starts: the demo model on one prefill and one decode node."""
+    async with BatonUp(log_dir=tmp_path_factory.mktemp("demo")) as up:
+        yield up

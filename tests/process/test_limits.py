@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -14,7 +14,7 @@ from tests.process.cluster import BATON, BatonUp
 from tests.process.memory import empty_runtime, maps_library, memory_of
 from tests.process.questions import caller_of
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]
 
 MIB = 1 << 20
 MAX_OVERHEAD = 0.15
@@ -28,13 +28,12 @@ QUICK_S = 0.3
 RUNTIME = ("torch", "transformers", "accelerate", "transformers.models.llama.modeling_llama")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def demo(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[BatonUp]:
+@pytest_asyncio.fixture(loop_scope="session")
+async def demo(standing_demo: BatonUp) -> BatonUp:
     """The cluster that `baton up` starts, after a few requests."""
-    async with BatonUp(log_dir=tmp_path_factory.mktemp("demo")) as up:
-        prompts = ["hello", "a longer prompt " * 200, *(f"number {n}" for n in range(4))]
-        await asyncio.gather(*[up.complete(prompt, max_tokens=6) for prompt in prompts])
-        yield up
+    prompts = ["hello", "a longer prompt " * 200, *(f"number {n}" for n in range(4))]
+    await asyncio.gather(*[standing_demo.complete(prompt, max_tokens=4) for prompt in prompts])
+    return standing_demo
 
 
 def weights_file() -> Path:

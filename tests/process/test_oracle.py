@@ -80,8 +80,9 @@ async def test_every_deployment_gives_the_oracles_answers(
             assert sum(load.num_preemptions for load in loads) > 0, "the pools were meant to be too small"
 
 
-async def test_the_demo_model_gives_the_oracles_answers(tmp_path: Path) -> None:
-    async with BatonUp("--transport", "auto", log_dir=tmp_path / "logs") as up, caller_of(up.coordinator) as caller:
+@pytest.mark.asyncio(loop_scope="session")
+async def test_the_demo_model_gives_the_oracles_answers(standing_demo: BatonUp) -> None:
+    async with caller_of(standing_demo.coordinator) as caller:
         asked = questions(resolve("demo"), (1, 15, 16, 17, 33, 64, 250, 1500), num_tokens=16)
         for question in asked[:4]:
             assert (await caller.ask(question.prompt, 16)).tokens == question.answer
