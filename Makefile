@@ -29,11 +29,11 @@ up: $(VENV)/.runtime
 	@exec $(BIN)/baton up $(UP_FLAGS)
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 -m "not slow"
 	$(BIN)/python -m pytest tests/process -m "process and not slow"
 
 test-all: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 	$(BIN)/python -m pytest tests/process
 
 lint: $(VENV)/.dev
