@@ -22,15 +22,15 @@ class Reply:
 
 
 def http(
-    body: object = None,
+    body: object,
     path: str = "/v1/completions",
     *,
     method: str = "POST",
     headers: Mapping[str, str] | None = None,
 ) -> bytes:
-    """A request as bytes; `body` is sent as it is if it is bytes, else as JSON. The server closes afterwards."""
+    """A request as bytes; `body` is sent as it is if it is bytes, else as JSON."""
     payload = body if isinstance(body, bytes) else json.dumps(body).encode()
-    fields = {"Host": "x", "Connection": "close", "Content-Length": str(len(payload)), **(headers or {})}
+    fields = {"Host": "x", "Content-Length": str(len(payload)), **(headers or {})}
     head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + payload
 
