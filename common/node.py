@@ -129,7 +129,8 @@ class NodeHost:
             model=self.config.model.served_name or self.config.model.model,
             model_digest=self.runner.model_digest,
             layout=self.memory.layout,
-            max_model_len=self.runner.max_model_len,
+            # What can be promised: a small pool holds less than the model takes.
+            max_model_len=min(self.runner.max_model_len, self.memory.num_blocks * self.memory.layout.block_size),
             num_blocks=self.memory.num_blocks,
             offers=tuple(self._offers),
             host=os.uname().nodename,
@@ -157,6 +158,7 @@ class NodeHost:
     def load(self) -> NodeLoad:
         self.engine.post(Probe())
         stats = self.engine.stats()
+        is_idle = stats.num_running + stats.num_waiting == 0
         return NodeLoad(
             num_waiting=stats.num_waiting,
             num_running=stats.num_running,
@@ -165,7 +167,7 @@ class NodeHost:
             leased_blocks=stats.leased_blocks,
             num_calls=self._server.num_calls if self._server else 0,
             progress_age_s=max(0.0, self.clock.now_s() - stats.last_progress_s),
-            tokens_per_s=stats.tokens_per_s,
+            tokens_per_s=0.0 if is_idle else stats.tokens_per_s,  # the engine's is that of its last steps
             num_preemptions=stats.num_preemptions,
             num_generated_tokens=stats.num_generated_tokens,
             num_computed_prompt_tokens=stats.num_computed_prompt_tokens,

@@ -102,3 +102,10 @@ async def test_beyond_the_queue_a_node_refuses_at_once_and_the_queue_is_served(c
     assert len(refused) + len(served) == 12
     assert all(error.retry_after_s for error in refused)
     assert len(served) >= 4
+
+
+async def test_a_pool_smaller_than_the_models_context_is_what_a_node_promises(cluster: Cluster) -> None:
+    await cluster.start_pools(prefill=0, num_blocks=8)
+    [view] = (await cluster.caller.view()).nodes
+    assert view.card.max_model_len == 128
+    await cluster.asks_rightly(prompt(100), 28)
