@@ -14,6 +14,7 @@ from common.messages import Offer, WireError
 from kv_transfer import ucx_wire as wire
 from kv_transfer.blocks import check_generations, check_source
 from kv_transfer.stall import StallWatch
+from kv_transfer.ucx_engine import ENGINE
 
 _HELLO_TIMEOUT_S = 2.0
 _MAX_READERS = 1024
@@ -33,11 +34,11 @@ class UcxServer:
 
     async def start(self) -> Offer:
         host = self._listen_host
-        ucxx = await wire.ENGINE.borrow(host)
+        ucxx = await ENGINE.borrow(host)
         try:
             self._listener = ucxx.create_listener(self._connected, connect_timeout=_HELLO_TIMEOUT_S)
         except Exception as error:
-            await wire.ENGINE.give_back()
+            await ENGINE.give_back()
             raise TransferError(f"ucx: cannot listen ({error})") from error
         query = urlencode({"secret": self._secret, "fast": int(self._fast)})
         address = f"[{host}]" if ":" in host else host
@@ -55,7 +56,7 @@ class UcxServer:
         await listener._handler_tracker.wait()
         listener.close()
         del listener
-        await wire.ENGINE.give_back()
+        await ENGINE.give_back()
 
     def _connected(self, endpoint: Any) -> None:
         line = wire.Line(endpoint)

@@ -13,6 +13,7 @@ from common.messages import BlockId, BlockRef, Incarnation, Offer
 from kv_transfer import ucx_wire as wire
 from kv_transfer.blocks import check_destination, check_layout, check_source, settled
 from kv_transfer.stall import StallWatch
+from kv_transfer.ucx_engine import ENGINE
 
 _CONNECT_TIMEOUT_S = 3.0
 
@@ -34,7 +35,7 @@ class UcxReader:
         address = urlsplit(self._offer.address)
         host = address.hostname or ""
         secret = parse_qs(address.query).get("secret", [""])[0]
-        await wire.ENGINE.borrow(host)
+        await ENGINE.borrow(host)
         try:
             line = await wire.connect(host, address.port or 0, timeout_s=_CONNECT_TIMEOUT_S)
             try:
@@ -43,7 +44,7 @@ class UcxReader:
                 line.abort()
                 raise
         except BaseException:
-            await wire.ENGINE.give_back()
+            await ENGINE.give_back()
             raise
         self._line = line
         self._watch = StallWatch(self._stall_timeout_s, self._stalled)
@@ -154,4 +155,4 @@ class UcxReader:
         finally:
             self._watch.stop()
             del line, ending
-            await wire.ENGINE.give_back()
+            await ENGINE.give_back()

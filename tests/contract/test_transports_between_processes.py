@@ -30,7 +30,7 @@ async def ucx_stays_up() -> AsyncIterator[None]:
     if ucx.available() is not None:
         yield
         return
-    from kv_transfer.ucx_wire import ENGINE
+    from kv_transfer.ucx_engine import ENGINE
 
     await ENGINE.borrow("127.0.0.1")
     yield
