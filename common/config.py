@@ -56,7 +56,9 @@ class NodeConfig:
     model: ModelConfig
     engine: EngineConfig = EngineConfig()
     name: Annotated[str, Meta(description="The node's name; empty draws one.")] = ""
-    listen: Annotated[str, Meta(description="Endpoint for calls.")] = "tcp://127.0.0.1:0"
+    listen: Annotated[str, Meta(description="Endpoint for calls; others reach the node, and its blocks, by it.")] = (
+        "tcp://127.0.0.1:0"
+    )
     coordinators: Annotated[tuple[str, ...], Meta(description="Endpoints of the coordinators.")] = (
         "tcp://127.0.0.1:7070",
     )

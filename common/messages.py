@@ -106,7 +106,7 @@ class KVLayout(Part, frozen=True):
 
 
 class Offer(Part, frozen=True):
-    """How one transport's reader reaches the owner of a pool. `host` is the owner's boot id."""
+    """How one transport's reader reaches the owner of a pool. `host` says which host it is on (boot id and network)."""
 
     transport: str
     address: str

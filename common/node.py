@@ -44,8 +44,12 @@ class Closing(Protocol):
     async def close(self) -> None: ...
 
 
-ServeBlocks = Callable[[PoolMemory, str], Awaitable[Sequence[tuple[Offer, Closing]]]]
-"""Starts the block servers of a pool for the wanted transport (`kv_transfer.choose.serve_all`)."""
+class ServeBlocks(Protocol):
+    """Starts the block servers of a pool for the wanted transport (`kv_transfer.choose.serve_all`)."""
+
+    def __call__(
+        self, pool: PoolMemory, wanted: str, *, listen_host: str
+    ) -> Awaitable[Sequence[tuple[Offer, Closing]]]: ...
 
 
 class NodeHost:
@@ -110,7 +114,8 @@ class NodeHost:
         self.engine.start()
         self._resources.push_async_callback(asyncio.to_thread, self.engine.stop)
         self._offers: list[Offer] = []
-        for offer, server in await self._serve_blocks(self.memory, self.config.transport):
+        listen_host = _host_of(self.config.listen)
+        for offer, server in await self._serve_blocks(self.memory, self.config.transport, listen_host=listen_host):
             self._offers.append(offer)
             self._resources.push_async_callback(server.close)
         self.client: Client = self._network.client(node=self.name, incarnation=self.incarnation)
@@ -177,6 +182,13 @@ class NodeHost:
 
 def new_incarnation() -> Incarnation:
     return Incarnation(new_id())
+
+
+def _host_of(endpoint: str) -> str:
+    """Blocks are served where calls are. A node is reached under the address that it listens on."""
+    if not endpoint.startswith("tcp://"):
+        return "127.0.0.1"
+    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 def _version() -> str:

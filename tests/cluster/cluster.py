@@ -202,8 +202,10 @@ class Cluster:
         views = self.coordinator.state.view().nodes
         return any(view.card.node == name and view.state is not NodeState.STALLED for view in views)
 
-    async def _serve_blocks(self, memory: PoolMemory, wanted: str) -> list[tuple[Offer, BlockServer]]:
-        server = self._transport.serve(memory)
+    async def _serve_blocks(
+        self, pool: PoolMemory, wanted: str, *, listen_host: str
+    ) -> list[tuple[Offer, BlockServer]]:
+        server = self._transport.serve(pool, listen_host=listen_host)
         return [(await server.start(), server)]
 
     async def _open_reader(self, owner: NodeAddress, memory: PoolMemory) -> tuple[str, BlockReader]:
