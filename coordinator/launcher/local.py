@@ -86,8 +86,8 @@ class LocalLauncher:
             status = await child.process.wait()
             if child.stopping.is_set():
                 return
-            now_s = self._clock.now_s()
-            delay_s = history.died(now_s=now_s, lived_s=now_s - started_s, status=status, starting_up=self._starting_up)
+            lived_s = self._clock.now_s() - started_s
+            delay_s = history.died(lived_s=lived_s, status=status, starting_up=self._starting_up)
             died = ChildDied(
                 name=child.spec.name,
                 pid=child.process.pid,
