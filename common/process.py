@@ -37,6 +37,7 @@ def run(main: Callable[[], Coroutine[Any, Any, None]], *, parent_pipe: int = -1)
 
     `main` itself is called before there is a loop, so it is the place for slow imports.
     """
+    _fill_standard_streams()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     for number in _SIGNALS:
         signal.signal(number, _leave_at_once)
@@ -55,6 +56,16 @@ def run(main: Callable[[], Coroutine[Any, Any, None]], *, parent_pipe: int = -1)
         print(f"baton: {settings_error.message}", file=sys.stderr)
         return 2
     return 0
+
+
+def _fill_standard_streams() -> None:
+    """A stream that whoever started us had closed (`<&-`) leads nowhere. Else the next descriptor takes its number,
+    and uvloop aborts the process on closing one of those three."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _config_error(error: BaseException) -> ConfigError | None:

@@ -36,6 +36,11 @@ async def gets_stuck():
 async def returns():
     pass
 
+async def starts_a_child():
+    child = await asyncio.create_subprocess_exec("true", stdout=-1, stderr=-1, stdin=-3)
+    await child.communicate()
+    print("said to nobody")
+
 async def is_misconfigured():
     raise ConfigError("port = 0: expected another")
 
@@ -162,6 +167,14 @@ def test_a_wrong_setting_is_one_line_and_exit_2(main: str) -> None:
     with running(main) as child:
         status, _, err = end(child)
         assert (status, err) == (2, "baton: port = 0: expected another\n")
+
+
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
+def test_standard_streams_may_be_closed(closed: str) -> None:
+    """uvloop aborts a process in which the number of one of them is anything else's."""
+    main = [sys.executable, "-c", _PROGRAM, "starts_a_child", "-1", "30"]
+    done = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *main], check=False, timeout=30)
+    assert done.returncode == 0
 
 
 def test_a_bug_is_a_traceback_and_exit_1() -> None:
