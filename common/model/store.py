@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from common.errors import ConfigError
 from common.model import fetch
@@ -65,7 +66,46 @@ def _ready_folder(path: Path, models: Path, progress: Progress) -> Path:
         raise ConfigError(f"model: {path} is not a model folder; {found}")
     if not any(path.glob("*.safetensors")):
         raise ConfigError(f"model: {path} has no *.safetensors; save the weights again with save_pretrained")
+    _require_whole(path)
     return path.resolve()
+
+
+def _require_whole(path: Path) -> None:
+    """ConfigError for a folder whose copying or downloading was broken off."""
+    if not isinstance(_json(path / "config.json"), dict):
+        raise ConfigError(f"model: {path / 'config.json'} is no JSON object; copy or download the model again")
+    files = set(path.glob("*.safetensors"))
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        named = _json(index)
+        shards = named.get("weight_map") if isinstance(named, dict) else None
+        if not isinstance(shards, dict):
+            raise ConfigError(f"model: {index} names no weights; copy or download the model again")
+        files |= {path / name for name in shards.values()}
+    for file in sorted(files):
+        if not file.is_file() or file.stat().st_size != _promised_bytes(file):
+            raise ConfigError(f"model: {file} is missing or incomplete; copy or download the model again")
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: cannot read {path} ({error}); copy or download the model again") from error
+
+
+def _promised_bytes(path: Path) -> int:
+    """What the header of a safetensors file says that its size is; -1 if there is no whole header."""
+    with path.open("rb") as file:
+        num_header_bytes = int.from_bytes(file.read(8), "little")
+        if num_header_bytes > path.stat().st_size:
+            return -1
+        try:
+            tensors = json.loads(file.read(num_header_bytes))
+            ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
+        except (ValueError, AttributeError, LookupError, TypeError):
+            return -1
+        return 8 + num_header_bytes + max(ends, default=0)
 
 
 def _from_gguf(path: Path, models: Path, progress: Progress) -> Path:

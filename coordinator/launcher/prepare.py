@@ -51,6 +51,8 @@ async def prepare(model: str, progress: store.Progress) -> Path:
 async def _follow(process: asyncio.subprocess.Process, progress: store.Progress) -> Path:
     assert process.stdout is not None
     assert process.stderr is not None
+    # Read all along: a child that nobody listens to stops at some 100 kB of warnings and progress bars.
+    complaining = asyncio.create_task(process.stderr.read())
     folder: Path | None = None
     async for line in process.stdout:
         stage, *rest = line.decode().rstrip("\n").split("\t")
@@ -60,7 +62,7 @@ async def _follow(process: asyncio.subprocess.Process, progress: store.Progress)
         else:
             folder = Path(rest[0])
     if folder is None:
-        complaint = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
+        complaint = (await complaining).decode(errors="replace").strip().splitlines()
         raise ConfigError(complaint[-1] if complaint else "preparing the model ended and gave no reason")
     return folder
 

@@ -61,6 +61,25 @@ def test_a_folder_that_is_no_model_is_refused_with_what_it_lacks(
         resolve(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", b'{"model_type": "ll'),
+        ("config.json", b"[]"),
+        ("model.safetensors", b""),
+        ("model.safetensors", len(HEADER).to_bytes(8, "little") + HEADER[:50]),
+        ("model.safetensors", len(HEADER).to_bytes(8, "little") + HEADER + bytes(4095)),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1"),
+        ("model.safetensors.index.json", b'{"weight_map": {"w": "model-00001-of-00002.safetensors"}}'),
+        ("model.safetensors.index.json", b"{}"),
+    ],
+)
+def test_a_folder_that_was_copied_in_part_is_refused(file: str, content: bytes, tmp_path: Path) -> None:
+    (write_folder(tmp_path) / file).write_bytes(content)
+    with pytest.raises(ConfigError, match="copy or download the model again"):
+        resolve(str(tmp_path))
+
+
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/model", "nowhere.gguf", "~/nowhere", "a/b/c", "what?"])
 def test_a_path_that_does_not_exist_is_refused_without_asking_the_hub(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -20,7 +20,7 @@ def ignore(stage: str, done: int | None, total: int | None) -> None:
 
 async def test_a_model_folder_is_ready_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
     assert await prepare(str(tmp_path), ignore) == tmp_path
 
 
