@@ -2,8 +2,8 @@
 #   make up     start a cluster that answers on http://127.0.0.1:8000
 #   make test   check everything: lint, types, import rules, fast tests, real processes
 #
-# Both make .venv first (about 1.2 GB on disk) and need python3 >= 3.11 with venv, make and, for the fast
-# kernels, gcc and g++.
+# Both make .venv first (1.2 GB on disk, 1.6 GB with what `make test` needs) and need python3 >= 3.11 with venv, make and, for the fast
+# kernels, g++.
 #
 #   make up PORT=8001 PREFILL=2 DECODE=2 MODEL=path-or-id TRANSPORT=tcp ARGS="more flags of baton up"
 #   make up TORCH_INDEX=<index of torch's CPU wheels>      on plain PyPI torch is a CUDA build of several GB
@@ -49,7 +49,7 @@ format: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python -m tests.benchmarks $(ARGS)
 
-# Everything that was made here, the converted demo model and the logs included.
+# Everything that was made in this folder. The converted demo model and the compiled kernels stay in ~/.cache/baton.
 clean:
 	rm -rf $(VENV) .baton build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

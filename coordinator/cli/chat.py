@@ -1,5 +1,7 @@
 """`baton chat`: a conversation in the terminal, over the gateway's HTTP API.
 
+The temperature is low unless it is given: at the API's own 1, small models talk nonsense.
+
 Ctrl-C stops the answer (its connection is closed, so the cluster stops working on it) and what was said so
 far stays in the conversation; at the prompt it clears the line. Ctrl-D leaves.
 """
@@ -10,18 +12,20 @@ from typing import Annotated, Any
 
 import typer
 
-from coordinator.cli.openai_client import ApiError, ChatApi
+from coordinator.cli.openai_client import DEFAULT_URL, ApiError, ChatApi
 
 _BOLD, _DIM, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
 
 def main(
-    url: Annotated[str, typer.Option(metavar="URL", envvar="BATON_URL", help="The gateway.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(metavar="URL", envvar="BATON_URL", help="The gateway.")] = DEFAULT_URL,
     model: Annotated[str, typer.Option(help="The model's name. [default: the first one served]")] = "",
     message: Annotated[str, typer.Option("--message", "-m", help="Ask this, print the answer and leave.")] = "",
     system: Annotated[str, typer.Option(help="A system prompt.")] = "",
     max_tokens: Annotated[str, typer.Option(metavar="INTEGER", help="Longest answer.")] = "",
-    temperature: Annotated[str, typer.Option(metavar="NUMBER", help="0 always takes the likeliest token.")] = "",
+    temperature: Annotated[
+        str, typer.Option(metavar="NUMBER", help="0 always takes the likeliest token, 1 draws as the model says.")
+    ] = "0.2",
     seed: Annotated[str, typer.Option(metavar="INTEGER", help="The same seed gives the same answer.")] = "",
 ) -> None:
     """Talk to the model in the terminal."""

@@ -24,6 +24,7 @@ from common.messages import Incarnation, NodeId
 from common.model import store
 from common.model.tokenizer import Tokenizer
 from common.rpc.base import Client, Network
+from coordinator.cli.openai_client import DEFAULT_URL
 from coordinator.cli.progress import Bars
 from coordinator.launcher import checks, logs, ready
 from coordinator.launcher.base import ChildDied, LaunchError
@@ -71,6 +72,7 @@ class Cluster:
         self._client = client
         self._launcher = LocalLauncher(log_dir=log_dir, on_death=self._on_death)
         self._died = asyncio.Event()
+        self._has_chat = Tokenizer.from_folder(Path(config.model.model)).has_chat_template
 
     async def run(self) -> None:
         """Start everything and keep it running until cancelled. ConfigError if it does not start."""
@@ -138,16 +140,19 @@ class Cluster:
         self._console.print(f"\nReady after {seconds:.1f} s: {self._plan.url}\n\n{self._curl()}\n", markup=False)
         elsewhere = self._plan.coordinator != CoordinatorConfig().listen
         where = f" --coordinator {self._plan.coordinator}" if elsewhere else ""
+        gateway = "" if self._plan.url == DEFAULT_URL else f" --url {self._plan.url}"
+        if self._has_chat:
+            self._console.print(f"{_baton()} chat{gateway}", markup=False)
         self._console.print(f"{_baton()} status{where}\n", markup=False)
         self._console.print("Ctrl-C stops everything.")
 
     def _curl(self) -> str:
         body: dict[str, object] = {"model": self._config.model.served_name}
-        if Tokenizer.from_folder(Path(self._config.model.model)).has_chat_template:
+        if self._has_chat:
             path, body = "chat/completions", body | {"messages": [{"role": "user", "content": "Say hello."}]}
         else:
             path, body = "completions", body | {"prompt": "Once upon a time"}
-        content = shlex.quote(json.dumps(body | {"stream": True, "max_tokens": 32}))
+        content = shlex.quote(json.dumps(body | {"stream": True, "temperature": 0, "max_tokens": 32}))
         return f"curl -N {self._plan.url}/v1/{path} -H 'content-type: application/json' -d {content}"
 
 

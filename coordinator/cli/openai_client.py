@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from common.errors import BatonError, ConfigError
 
+DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT_S = 600.0
 
 
@@ -65,7 +66,10 @@ class ChatApi:
                 return answer
             text = answer.read().decode(errors="replace")
         except (http.client.HTTPException, OSError) as error:
-            raise ApiError(f"no gateway at {self._url} ({error}). `baton up` starts a cluster") from error
+            raise ApiError(
+                f"no gateway at {self._url} ({error}). `baton up` starts a cluster; "
+                "--url or BATON_URL says where another one is"
+            ) from error
         raise ApiError(f"{_error_message(text)} (HTTP {answer.status})")
 
 

@@ -6,6 +6,7 @@ which becomes one larger event, so that it holds back no more than the answer it
 """
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 
 import msgspec
@@ -157,7 +158,8 @@ class StreamAnswer:
         if self._response is None:
             assert self.error is not None
             raise self.error
-        await self._response.write_eof()
+        with contextlib.suppress(ConnectionResetError):  # readers may leave at [DONE], before the body's end
+            await self._response.write_eof()
         return self._response
 
     def close(self) -> None:

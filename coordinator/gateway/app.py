@@ -260,7 +260,7 @@ class Gateway:
         except web.HTTPException as error:
             return json_response(replies.http_error_body(f"{request.path}: {error.reason}"), status=error.status)
         except ConnectionResetError:
-            raise
+            return web.Response(status=replies.CLIENT_GONE)  # for nobody: raised, it would be logged as an error
         except Exception as error:
             log.exception("request broke", route=request.path)
             return _error_response(request, InternalError(f"the gateway failed on this request: {error!r}"))

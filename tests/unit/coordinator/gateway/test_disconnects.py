@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from urllib.parse import urlsplit
 
 import pytest
+from aiohttp import web
 
 from common.config import GatewayConfig
 from common.errors import ConfigError
@@ -87,6 +88,35 @@ async def test_a_client_that_leaves_in_the_middle_ends_the_call(
     _, metrics = await gateway.get("/metrics")
     assert 'baton_gateway_requests_total{route="/v1/chat/completions",status="499"} 1.0' in metrics
     assert "baton_gateway_requests_in_flight 0.0" in metrics
+
+
+async def test_a_reader_that_leaves_at_done_is_no_error(
+    gateway: RunningGateway, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_eof = web.StreamResponse.write_eof
+
+    async def write_eof_too_late(response: web.StreamResponse, data: bytes = b"") -> None:
+        if response.content_type == "text/event-stream":
+            assert gateway_side[0].transport is not None
+            gateway_side[0].transport.close()
+        await write_eof(response, data)
+
+    gateway_side: list[web.BaseRequest] = []
+    prepare = web.StreamResponse.prepare
+
+    async def remember(response: web.StreamResponse, request: web.BaseRequest) -> object:
+        gateway_side.insert(0, request)
+        return await prepare(response, request)
+
+    monkeypatch.setattr(web.StreamResponse, "prepare", remember)
+    monkeypatch.setattr(web.StreamResponse, "write_eof", write_eof_too_late)
+    gateway.cluster.generate = says(gateway.tokenizer.encode("one"))
+    reader, writer = await connect()
+    writer.write(http(chat_body(stream=True)))
+    assert (await reader.read()).rstrip().endswith(b"data: [DONE]")
+    _, metrics = await gateway.get("/metrics")
+    assert 'baton_gateway_requests_total{route="/v1/chat/completions",status="200"} 1.0' in metrics
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_a_client_that_leaves_while_no_coordinator_answers_is_forgotten(
