@@ -37,7 +37,7 @@ class Limits:
         if min(tokens) < 0 or max(tokens) >= self.vocab_size:
             wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
             raise RequestError(f"token id {wrong} is outside the vocabulary of {self.vocab_size}")
-        if sampling.max_tokens < 1 or sampling.top_k < 0 or not (0 <= sampling.temperature and 0 < sampling.top_p <= 1):
+        if sampling.max_tokens < 1 or sampling.top_k < 0 or not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1):
             raise RequestError("sampling needs max_tokens >= 1, temperature >= 0, top_k >= 0 and 0 < top_p <= 1")
         if len(tokens) - num_prompt_tokens >= sampling.max_tokens:
             raise RequestError("every token that was asked for is already delivered")

