@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from common.messages import Role
 from common.model.store import resolve
 from tests.process.cluster import BatonUp
 from tests.process.questions import LENGTHS, Question, caller_of, is_empty, questions
@@ -72,6 +73,14 @@ async def test_every_deployment_gives_the_oracles_answers(
         one_by_one, at_once = tiny_questions[: len(LENGTHS)], tiny_questions[len(LENGTHS) :]
         for question in one_by_one:
             await right(question)
+        # A read that fails is made up for by computing at home: equal answers alone prove no transport.
+        await is_empty(caller, fresh=True)
+        computed = dict.fromkeys(Role, 0)
+        for view in (await caller.view()).nodes:
+            computed[view.card.role] += view.load.num_computed_prompt_tokens
+        where = Role.DECODE if flags[flags.index("--prefill") + 1] == "0" else Role.PREFILL
+        num_tokens = sum(len(question.prompt) for question in one_by_one)
+        assert computed == dict.fromkeys(Role, 0) | {where: num_tokens}
         await asyncio.gather(*[right(question) for question in (*at_once, *one_by_one)])
         await asyncio.gather(*[right(question) for question in short_questions])
         await is_empty(caller)
