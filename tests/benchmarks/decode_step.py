@@ -127,7 +127,7 @@ def measure(quick: bool, progress: Progress) -> Result:
     cases.append(("sampled", PROFILED_SEQS, _decode_plan(runner.layout, PROFILED_SEQS, _SAMPLED)))
     cases.append(("prompt", 1, _prompt_plan(runner.layout, PROMPT_TOKENS)))
     times: list[list[float]] = [[] for _ in cases]
-    rounds = 3 if quick else 10
+    rounds = 2 if quick else 8
     for _, _, plan in cases:
         runner.execute(plan)
     for round_number in range(rounds):
@@ -136,7 +136,7 @@ def measure(quick: bool, progress: Progress) -> Result:
         for (_, _, plan), taken_s in zip(cases, times, strict=True):
             taken_s.append(seconds(partial(runner.execute, plan)))
     progress("profile of a step", None, None)
-    profile = _profile(runner, cases[DECODE_SEQS.index(PROFILED_SEQS)][2], 3 if quick else 7)
+    profile = _profile(runner, cases[DECODE_SEQS.index(PROFILED_SEQS)][2], 3 if quick else 5)
     return Result(
         model=folder.name,
         weight_bytes=work.weight_bytes,

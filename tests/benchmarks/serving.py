@@ -63,10 +63,10 @@ class Scale:
 
 FULL = Scale(
     bursts=(
-        Burst("W1", 1, 256, 64, 3),
+        Burst("W1", 1, 256, 64, 2),
         Burst("W1", 8, 256, 64, 2),
         Burst("W1", 32, 256, 64, 1),
-        Burst("W2", 1, 128, 128, 2),
+        Burst("W2", 1, 128, 128, 1),
     ),
     calm_s=4.0,
     every_s=5.0,
@@ -74,7 +74,7 @@ FULL = Scale(
     sharing=16,
 )
 QUICK = Scale(
-    bursts=(Burst("W1", 8, 256, 32, 1), Burst("W2", 1, 128, 64, 1)), calm_s=2.0, every_s=4.0, longs=1, sharing=4
+    bursts=(Burst("W1", 8, 128, 16, 1), Burst("W2", 1, 128, 32, 1)), calm_s=1.5, every_s=3.0, longs=1, sharing=3
 )
 
 
