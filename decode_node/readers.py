@@ -5,7 +5,6 @@ The time limit matters: a mapped pool keeps its memory alive after its owner's d
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 
 from common import telemetry
 from common.errors import BatonError, StaleBlockError
@@ -21,8 +20,9 @@ Connect = Callable[[NodeAddress], Awaitable[tuple[str, BlockReader]]]
 
 
 class Readers:
-    def __init__(self, connect: Connect) -> None:
+    def __init__(self, connect: Connect, *, idle_s: float = IDLE_S) -> None:
         self._connect = connect
+        self._idle_s = idle_s
         self._opening: dict[Incarnation, asyncio.Task[BlockReader]] = {}
         self._reads: dict[Incarnation, int] = {}  # in flight
         self._expiring: dict[Incarnation, asyncio.TimerHandle] = {}
@@ -31,34 +31,52 @@ class Readers:
     async def read(self, owner: NodeAddress, refs: Sequence[BlockRef], into: Sequence[BlockId]) -> None:
         """As `BlockReader.read`. A reader that failed, other than by a stale block, is not used again."""
         self._keep(owner.incarnation)
+        opening = self._opened(owner)
         try:
-            reader = await self._reader(owner)
+            # Several calls wait for one handshake; one of them leaving must not end it for the others.
+            reader = await asyncio.shield(opening)
             await reader.read(refs, into)
         except StaleBlockError:
             raise
         except BatonError:
-            await self.drop(owner.incarnation)
+            self._drop(owner.incarnation, opening)
             raise
         finally:
             self._let_expire(owner.incarnation)
 
-    async def drop(self, owner: Incarnation) -> None:
-        """Close the reader of an owner that is gone."""
-        opening = self._opening.pop(owner, None)
-        if opening is None:
-            return
-        opening.cancel()
-        with suppress(asyncio.CancelledError, BatonError):
-            await (await opening).close()
-
     async def close(self) -> None:
-        for owner in list(self._opening):
-            await self.drop(owner)
         for timer in self._expiring.values():
             timer.cancel()
         self._expiring.clear()
+        for owner, opening in list(self._opening.items()):
+            self._drop(owner, opening)
         while self._closing:
             await asyncio.wait(self._closing)
+
+    # --- one reader an owner ---------------------------------------------------------------------------------
+
+    def _opened(self, owner: NodeAddress) -> "asyncio.Task[BlockReader]":
+        opening = self._opening.get(owner.incarnation)
+        if opening is None:
+            opening = self._opening[owner.incarnation] = asyncio.create_task(self._open(owner))
+        return opening
+
+    async def _open(self, owner: NodeAddress) -> BlockReader:
+        transport, reader = await self._connect(owner)
+        log.info("blocks will come over", owner=owner.node, transport=transport)
+        return reader
+
+    def _drop(self, owner: Incarnation, opening: "asyncio.Task[BlockReader]") -> None:
+        """Close this reader; a later one of the same owner, made since, stays."""
+        if self._opening.get(owner) is not opening:
+            return
+        del self._opening[owner]
+        opening.cancel()
+        closing = asyncio.create_task(_close(opening))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    # --- idleness ----------------------------------------------------------------------------------------------
 
     def _keep(self, owner: Incarnation) -> None:
         self._reads[owner] = self._reads.get(owner, 0) + 1
@@ -69,22 +87,15 @@ class Readers:
         self._reads[owner] -= 1
         if not self._reads[owner]:
             del self._reads[owner]
-            self._expiring[owner] = asyncio.get_running_loop().call_later(IDLE_S, self._expire, owner)
+            self._expiring[owner] = asyncio.get_running_loop().call_later(self._idle_s, self._expire, owner)
 
     def _expire(self, owner: Incarnation) -> None:
         del self._expiring[owner]
-        task = asyncio.get_running_loop().create_task(self.drop(owner))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        if opening := self._opening.get(owner):
+            self._drop(owner, opening)
 
-    async def _reader(self, owner: NodeAddress) -> BlockReader:
-        opening = self._opening.get(owner.incarnation)
-        if opening is None:
-            opening = self._opening[owner.incarnation] = asyncio.create_task(self._open(owner))
-        # Several calls wait for one handshake; one of them leaving must not end it for the others.
-        return await asyncio.shield(opening)
 
-    async def _open(self, owner: NodeAddress) -> BlockReader:
-        transport, reader = await self._connect(owner)
-        log.info("blocks will come over", owner=owner.node, transport=transport)
-        return reader
+async def _close(opening: "asyncio.Task[BlockReader]") -> None:
+    await asyncio.wait([opening])
+    if not opening.cancelled() and opening.exception() is None:
+        await opening.result().close()
