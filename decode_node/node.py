@@ -13,7 +13,7 @@ from common.engine.events import Admit, Release, Reserve
 from common.errors import BatonError, InternalError, TransferError
 from common.messages import BlocksReady, Generate, NodeAddress, PrefillDone, Pulled, RequestId, Role
 from common.model.runner import load_runner
-from common.node import NodeHost, new_incarnation
+from common.node import NodeHost, keep_for_good, new_incarnation
 from common.rpc.base import IncomingCall, Network, OutgoingCall
 from decode_node.readers import Readers
 from decode_node.role import (
@@ -40,6 +40,7 @@ log = telemetry.logger(__name__)
 def serve(config: NodeConfig, network: Network) -> Coroutine[Any, Any, None]:
     """Load the model, then serve until cancelled. Loading happens before there is a loop: it takes seconds."""
     runner, memory = load_runner(config.model, config.engine, new_incarnation())
+    keep_for_good()
     host = NodeHost(config, Role.DECODE, runner=runner, memory=memory, network=network, serve_blocks=serve_all)
 
     async def open_reader(owner: NodeAddress) -> tuple[str, BlockReader]:

@@ -11,7 +11,7 @@ from common.engine.request import Progress
 from common.errors import BatonError, IncompatibleError
 from common.messages import Prefill, Pulled, Role
 from common.model.runner import load_runner
-from common.node import NodeHost, new_incarnation
+from common.node import NodeHost, keep_for_good, new_incarnation
 from common.rpc.base import IncomingCall, Network
 from kv_transfer.choose import serve_all
 from kv_transfer.layout import mismatch
@@ -21,6 +21,7 @@ from prefill_node.role import Cancelled, Command, Emit, EndCall, Event, PrefillC
 def serve(config: NodeConfig, network: Network) -> Coroutine[Any, Any, None]:
     """Load the model, then serve until cancelled. Loading happens before there is a loop: it takes seconds."""
     runner, memory = load_runner(config.model, config.engine, new_incarnation())
+    keep_for_good()
     host = NodeHost(config, Role.PREFILL, runner=runner, memory=memory, network=network, serve_blocks=serve_all)
 
     async def until_cancelled() -> None:
