@@ -8,7 +8,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -53,10 +52,10 @@ async def serve(config: UpConfig, network: Network) -> None:
     )
     async with contextlib.AsyncExitStack() as resources:
         if config.port == 0:
-            port = resources.enter_context(checks.reserve_port(config.host)).getsockname()[1]
+            port = resources.enter_context(checks.reserved_port(config.host))
             config = dataclasses.replace(config, port=port)
-        host, port = resources.enter_context(_coordinator_port()).getsockname()
-        plan = make_plan(config, coordinator=f"tcp://{host}:{port}", num_cores=checks.usable_cores(), env=os.environ)
+        coordinator = _coordinator_endpoint(resources)
+        plan = make_plan(config, coordinator=coordinator, num_cores=checks.usable_cores(), env=os.environ)
         client = network.client(node=NodeId("up"), incarnation=Incarnation(new_id()))
         resources.push_async_callback(client.close)
         await Cluster(config, plan, console=console, client=client, log_dir=folder).run()
@@ -182,13 +181,14 @@ def _log_root(config: UpConfig) -> Path:
     return Path(cache, "logs") if cache else Path(".baton", "logs")
 
 
-def _coordinator_port() -> socket.socket:
+def _coordinator_endpoint(resources: contextlib.AsyncExitStack) -> str:
     """Where `baton status` looks by itself, if nobody else is there."""
-    host, _, port = CoordinatorConfig().listen.removeprefix("tcp://").rpartition(":")
+    host, _, usual = CoordinatorConfig().listen.removeprefix("tcp://").rpartition(":")
     try:
-        return checks.reserve_port(host, int(port))
+        port = resources.enter_context(checks.reserved_port(host, int(usual)))
     except OSError:
-        return checks.reserve_port(host)
+        port = resources.enter_context(checks.reserved_port(host))
+    return f"tcp://{host}:{port}"
 
 
 def _say_what_comes(console: Console, config: UpConfig, folder: Path) -> None:

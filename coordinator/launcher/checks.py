@@ -7,6 +7,7 @@ import platform
 import shlex
 import shutil
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -37,19 +38,22 @@ def require_free_port(host: str, port: int) -> None:
             ) from error
 
 
-def reserve_port(host: str, port: int = 0) -> socket.socket:
-    """A socket that keeps a port (0: any free one) for a child to listen on, until it is closed. OSError if taken.
+@contextlib.contextmanager
+def reserved_port(host: str, port: int = 0) -> Iterator[int]:
+    """Keep a port (0: any free one) for a child to listen on. OSError if somebody listens or another `baton up` has it.
 
-    Who listens there sets SO_REUSEADDR, as ZeroMQ and asyncio do; another `baton up` that looks for a port does not.
+    Two of them can bind the same port as long as neither listens, and must: connections of a cluster that ended a
+    moment ago still linger there. So they keep apart by a name, which goes with its process.
     """
-    holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
+    with contextlib.ExitStack() as held:
+        holder = held.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
+        if port:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((host, port))
-    except OSError:
-        holder.close()
-        raise
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    return holder
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port = int(holder.getsockname()[1])
+        held.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0baton-port-{port}")
+        yield port
 
 
 def weight_bytes(folder: Path, dtype: str) -> tuple[int, int]:

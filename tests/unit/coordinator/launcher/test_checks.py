@@ -17,17 +17,30 @@ def test_a_port_in_use_is_named_with_its_holder_and_the_way_out() -> None:
 
 
 def test_a_reserved_port_is_nobody_elses_but_a_child_can_listen_there() -> None:
-    with checks.reserve_port("127.0.0.1") as holder:
-        port = holder.getsockname()[1]
-        with pytest.raises(OSError, match="in use"):
-            checks.reserve_port("127.0.0.1", port)
+    with checks.reserved_port("127.0.0.1") as port:
+        with pytest.raises(OSError, match="in use"), checks.reserved_port("127.0.0.1", port):
+            pass
         for _ in range(2):  # a restarted child finds it free again
             with (
                 socket.create_server(("127.0.0.1", port)),
                 socket.create_connection(("127.0.0.1", port)),
                 pytest.raises(OSError, match="in use"),
+                checks.reserved_port("127.0.0.1", port),
             ):
-                checks.reserve_port("127.0.0.1", port)
+                pass
+
+
+def test_a_port_whose_last_connections_linger_can_be_reserved_but_one_that_is_listened_on_cannot() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        client = socket.create_connection(("127.0.0.1", port))
+        served, _ = listening.accept()
+        with pytest.raises(OSError, match="in use"), checks.reserved_port("127.0.0.1", port):
+            pass
+        served.close()  # the first to close is the one that lingers
+        client.close()
+    with checks.reserved_port("127.0.0.1", port) as reserved:
+        assert reserved == port
 
 
 def test_too_little_memory_is_said_in_figures() -> None:
