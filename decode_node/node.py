@@ -169,7 +169,9 @@ class _GenerateShell:
     def _prefill_ended(self, task: asyncio.Task[None]) -> None:
         if task is self._asking:  # else closed by us: the role knows
             self._asking = None
-            self.feed(PrefillEnded(_error_of(task)))
+            error = _error_of(task)
+            log.info("prefill ended early", request=self.id, error=error)
+            self.feed(PrefillEnded(error))
 
     def _close_prefill(self, *, done: bool) -> None:
         asking, self._asking = self._asking, None

@@ -51,7 +51,7 @@ class State(StrEnum):
 
 
 class Path(StrEnum):
-    """Who computed the prompt; shown to operators, decided by what happened."""
+    """Who computes the prompt, as far as is known yet."""
 
     PREFILL = "prefill"
     HOME = "home"

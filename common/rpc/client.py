@@ -23,7 +23,7 @@ from common.messages import (
     WireError,
     decode_from_callee,
 )
-from common.rpc.call import Closing, Drop, Finish, LinkBroke, LinkStatus, LinkTimes, Ticked
+from common.rpc.call import Closing, Drop, Finish, LinkBroke, LinkTimes, Ticked
 from common.rpc.caller import (
     BodySent,
     CallerCommand,
@@ -128,10 +128,6 @@ class ClientLink:
         self._wire = dial(self.address, self)
         self.handle(Dialled(self._client.clock.now_s()))
         self._client.arm(self.core.due_s)
-
-    @property
-    def is_closed(self) -> bool:
-        return self.core.status is LinkStatus.CLOSED
 
     @property
     def num_calls(self) -> int:

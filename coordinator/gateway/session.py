@@ -28,7 +28,6 @@ from typing import NamedTuple, assert_never
 from common.errors import (
     BatonError,
     DeadlineError,
-    InternalError,
     InvalidTransition,
     NodeError,
     PeerLostError,
@@ -365,8 +364,3 @@ class Session:
             raise InvalidTransition(f"session {self.id}: {self.status} -> {status} after {story}")
         self.status = status
         self.history.append(Transition(at_s, status, why))
-
-
-def as_baton_error(error: Exception) -> BatonError:
-    """What an unexpected exception of an attempt means to the session: a bug, not worth another attempt."""
-    return error if isinstance(error, BatonError) else InternalError(repr(error))
