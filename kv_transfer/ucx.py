@@ -30,7 +30,7 @@ _FAST = re.compile(r"^(rc|ud|dc)_|^cuda_|^gdr_copy")
 def available() -> str | None:
     """None if UCX can be used here, else why not."""
     if importlib.util.find_spec("ucxx") is None:
-        return "ucx: the library ucxx is not installed (pip install 'baton[ucx]')"
+        return "ucx: the library ucxx is not installed (python -m pip install -e '.[ucx]')"
     return None
 
 

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.attention.base import BACKENDS
+from common.attention.native import NativeAttention
 from common.config import ModelConfig
 from common.engine.request import Chunk, EngineRequest, StepPlan
 from common.engine.scheduler import Scheduler
@@ -93,10 +94,9 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
 
 
 def make_runner(loaded: LoadedModel, attention: str = "auto", *, num_blocks: int = 128) -> TransformersRunner:
-    try:
-        backend = pick_backend(attention, loaded, num_threads=1)
-    except ConfigError as error:
-        pytest.skip(error.message)
+    if attention == "native" and (reason := NativeAttention.available()):
+        pytest.skip(reason)
+    backend = pick_backend(attention, loaded, num_threads=1)  # a model that native cannot run is a failure
     floor = settle_row_floor(loaded, ModelConfig(model="tiny", threads=1))
     pool = torch.full((num_blocks, loaded.layout.block_elements), float("nan"), dtype=torch.float32)
     return TransformersRunner(loaded, backend, pool.to(getattr(torch, loaded.layout.dtype)), row_floor=floor)
