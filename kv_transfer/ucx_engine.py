@@ -80,6 +80,7 @@ class _Engine:
         def close() -> None:
             self._stop()
             ucxx_close()
+            gc.collect()  # a notice that came too late for its turn holds the worker, in a cycle of tasks and futures
 
         loop.close = close  # type: ignore[method-assign]
         if not self._exit_hook:

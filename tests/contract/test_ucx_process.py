@@ -46,6 +46,17 @@ async def leave_open(how):
 
 def fail(kept):
     raise ValueError("on purpose")
+
+def notice_in_the_last_turn(kept):
+    import ucxx
+    loop, worker = asyncio.get_running_loop(), ucxx.core._get_ctx().worker
+    shutdown_default_executor = loop.shutdown_default_executor
+    async def notice(worker):
+        pass
+    async def last_turn(*args):
+        await shutdown_default_executor(*args)
+        asyncio.run_coroutine_threadsafe(notice(worker), loop)
+    loop.shutdown_default_executor = last_turn
 """
 
 
@@ -66,8 +77,9 @@ def test_one_loop_after_the_other_may_use_it() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_loop_that_ends_with_everything_open_leaves_ucx_to_the_next_one() -> None:
-    done = run("asyncio.run(leave_open(lambda kept: None))", "asyncio.run(use_and_close())")
+@pytest.mark.parametrize("how", ["lambda kept: None", "notice_in_the_last_turn"])
+def test_a_loop_that_ends_with_everything_open_leaves_ucx_to_the_next_one(how: str) -> None:
+    done = run(f"asyncio.run(leave_open({how}))", "asyncio.run(use_and_close())")
     assert done.returncode == 0, done.stderr
 
 
