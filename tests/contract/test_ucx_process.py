@@ -49,13 +49,13 @@ def fail(kept):
 
 def notice_in_the_last_turn(kept):
     import ucxx
-    loop, worker = asyncio.get_running_loop(), ucxx.core._get_ctx().worker
+    loop = asyncio.get_running_loop()
     shutdown_default_executor = loop.shutdown_default_executor
     async def notice(worker):
         pass
     async def last_turn(*args):
         await shutdown_default_executor(*args)
-        asyncio.run_coroutine_threadsafe(notice(worker), loop)
+        asyncio.run_coroutine_threadsafe(notice(ucxx.core._get_ctx().worker), loop)
     loop.shutdown_default_executor = last_turn
 """
 
@@ -79,7 +79,12 @@ def test_one_loop_after_the_other_may_use_it() -> None:
 
 @pytest.mark.parametrize("how", ["lambda kept: None", "notice_in_the_last_turn"])
 def test_a_loop_that_ends_with_everything_open_leaves_ucx_to_the_next_one(how: str) -> None:
-    done = run(f"asyncio.run(leave_open({how}))", "asyncio.run(use_and_close())")
+    done = run(
+        "before = left()",
+        f"asyncio.run(leave_open({how}))",
+        "assert left() == before, (left(), before)",
+        "asyncio.run(use_and_close())",
+    )
     assert done.returncode == 0, done.stderr
 
 
