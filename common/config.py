@@ -47,6 +47,23 @@ class EngineConfig:
         float, Positive, Meta(description="A step that computes prompts aims to end within this.")
     ] = 0.5
     max_waiting: Annotated[int, AtLeastOne, Meta(description="Requests that may queue; beyond is refused.")] = 1024
+    max_waiting_tokens: Annotated[
+        int, AtLeastOne, Meta(description="Tokens that may wait to be computed; beyond is refused.")
+    ] = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkConfig:
+    """The links between Baton's processes; the same in every process of a cluster."""
+
+    beat_s: Annotated[float, Positive, Meta(description="Sign of life on every link, this often.")] = 0.5
+    lost_after_s: Annotated[
+        float, Positive, Meta(description="A peer silent for this long is lost. At least three beats.")
+    ] = 4.0
+    keys: Annotated[str, Meta(description="Folder of `baton keys new`: links are encrypted and authenticated.")] = ""
+    open_network: Annotated[
+        bool, Meta(description="Bind beyond the loopback without keys: whoever reaches the port is trusted.")
+    ] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +80,7 @@ class NodeConfig:
         "tcp://127.0.0.1:7070",
     )
     transport: Annotated[Literal["auto", "shm", "tcp", "ucx"], Meta(description="How KV blocks travel.")] = "auto"
+    links: LinkConfig = LinkConfig()
     parent_pipe: Annotated[int, Meta(description="Exit when this file descriptor closes; -1 never.")] = -1
 
 
@@ -70,9 +88,10 @@ class NodeConfig:
 class CoordinatorConfig:
     listen: Annotated[str, Meta(description="Endpoint for calls.")] = "tcp://127.0.0.1:7070"
     prefill_unavailable: Annotated[
-        Literal["local", "fail"],
-        Meta(description="Without a prefill node: compute at the decode node, or refuse."),
+        Literal["local", "wait", "fail"],
+        Meta(description="Without a prefill node: compute at the decode node, wait for one, or refuse."),
     ] = "local"
+    links: LinkConfig = LinkConfig()
     parent_pipe: Annotated[int, Meta(description="Exit when this file descriptor closes; -1 never.")] = -1
 
 
@@ -90,5 +109,19 @@ class GatewayConfig:
     keep_alive_s: Annotated[
         float, Positive, Meta(description="A stream that waits shows a sign of life this often.")
     ] = 10.0
-    max_attempts: Annotated[int, AtLeastOne, Meta(description="Nodes tried before a request fails.")] = 3
+    first_token_s: Annotated[
+        float, AtLeastZero, Meta(description="Refuse what would wait longer for its first token; 0 never.")
+    ] = 0.0
+    max_attempts: Annotated[int, AtLeastOne, Meta(description="Nodes tried before a request fails.")] = 4
+    patience_s: Annotated[
+        float, AtLeastZero, Meta(description="How long a request waits for a node when there is none.")
+    ] = 5.0
+    stream_patience_s: Annotated[
+        float, AtLeastZero, Meta(description="The same for an answer that has begun and lost its node.")
+    ] = 60.0
+    listen: Annotated[str, Meta(description="Endpoint for calls of Baton's own processes (audit).")] = (
+        "tcp://127.0.0.1:0"
+    )
+    api_keys: Annotated[str, Meta(description="TOML file of API keys; empty lets everybody in.")] = ""
+    links: LinkConfig = LinkConfig()
     parent_pipe: Annotated[int, Meta(description="Exit when this file descriptor closes; -1 never.")] = -1

@@ -12,9 +12,12 @@ class ErrorCode(StrEnum):
     INVALID_REQUEST = "invalid_request"
     CONTEXT_LENGTH = "context_length_exceeded"
     MODEL_NOT_FOUND = "model_not_found"
+    UNAUTHORIZED = "invalid_api_key"
     OVERLOADED = "overloaded"
     UNAVAILABLE = "unavailable"
     PEER_LOST = "peer_lost"
+    NO_PREFILL = "no_prefill"
+    MOVED = "moved"
     CANCELLED = "cancelled"
     DEADLINE = "deadline_exceeded"
     TRANSFER = "transfer_failed"
@@ -75,6 +78,24 @@ class UnavailableError(NodeError):
     code = ErrorCode.UNAVAILABLE
 
 
+class NoPrefillError(UnavailableError):
+    """No prefill node can take the request, and the policy is to refuse it rather than compute it elsewhere."""
+
+    code = ErrorCode.NO_PREFILL
+
+
+class MovedError(NodeError):
+    """The node is being drained and has let go of the request, which goes on elsewhere."""
+
+    code = ErrorCode.MOVED
+
+
+class UnauthorizedError(RequestError):
+    """No API key, or one that nobody was given."""
+
+    code = ErrorCode.UNAUTHORIZED
+
+
 class PeerLostError(NodeError):
     code = ErrorCode.PEER_LOST
 
@@ -115,6 +136,9 @@ _BY_CODE: dict[ErrorCode, type[BatonError]] = {
         ModelNotFoundError,
         OverloadedError,
         UnavailableError,
+        NoPrefillError,
+        MovedError,
+        UnauthorizedError,
         PeerLostError,
         CallCancelledError,
         DeadlineError,

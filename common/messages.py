@@ -20,6 +20,7 @@ import msgspec
 from common.errors import BatonError, ErrorCode, from_wire
 
 WIRE_VERSION = 1
+CACHE_NAME_BYTES = 8
 
 NodeId = NewType("NodeId", str)
 """An operator's name for a node, e.g. "prefill-0": a label, it may come back in another incarnation."""
@@ -53,6 +54,25 @@ class Role(StrEnum):
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
+
+
+class Priority(StrEnum):
+    """Who goes first where requests wait. Nobody is starved: the low ones get their share."""
+
+    HIGH = "high"
+    NORMAL = "normal"
+    LOW = "low"
+
+
+class Origin(Part, frozen=True):
+    """Whose request it is. `tenant` is derived by the gateway from the API key, never taken from a client.
+
+    It is the salt of every block hash, so that no tenant finds another's prefix, and the name under which
+    fair shares are counted. Empty without API keys.
+    """
+
+    tenant: bytes = b""
+    priority: Priority = Priority.NORMAL
 
 
 class WireError(Part, frozen=True):
@@ -166,6 +186,7 @@ class NodeLoad(Part, frozen=True):
     num_calls: int = 0
     progress_age_s: float = 0.0
     tokens_per_s: float = 0.0
+    is_draining: bool = False
     # Counted since the process started:
     num_preemptions: int = 0
     num_generated_tokens: int = 0
@@ -173,8 +194,21 @@ class NodeLoad(Part, frozen=True):
     num_cached_tokens: int = 0
 
 
+class CacheNews(Part, frozen=True):
+    """Full blocks that a pool came to offer (`added`) or ceased to (`dropped`) since the last news.
+
+    Both are the first `CACHE_NAME_BYTES` of each block's hash, strung together. `whole`: `added` is all there is;
+    forget what was known.
+    """
+
+    added: bytes = b""
+    dropped: bytes = b""
+    whole: bool = False
+
+
 class NodeState(StrEnum):
     READY = "ready"
+    DRAINING = "draining"
     STALLED = "stalled"
     INCOMPATIBLE = "incompatible"
 
@@ -184,6 +218,45 @@ class NodeView(Part, frozen=True):
     state: NodeState
     reason: str = ""
     load: NodeLoad = NodeLoad()
+
+
+class GatewayCard(Part, frozen=True):
+    """A gateway as it introduces itself with its Watch; fixed for one incarnation. `address` answers Audit."""
+
+    node: NodeId
+    incarnation: Incarnation
+    address: str
+    url: str
+    model: str = ""
+    host: str = ""
+    pid: int = 0
+
+
+class HeldCall(Part, frozen=True):
+    """An open call, as either of its ends sees it. `peer` is the process at the other end."""
+
+    method: str
+    peer: Incarnation
+    request: RequestId | None = None
+    attempt: int = 0
+    age_s: float = 0.0
+
+
+class HeldSequence(Part, frozen=True):
+    """Something in an engine that has blocks or waits for them; `request` is its call's, None if no call owns it."""
+
+    id: str
+    kind: str
+    request: RequestId | None
+    num_blocks: int = 0
+
+
+class HeldConnection(Part, frozen=True):
+    """One side's end of a data connection between two pools; `peer` is the process of the other pool."""
+
+    transport: str
+    peer: Incarnation
+    num_reads: int = 0
 
 
 # --- requests: what a caller may open --------------------------------------------------------------
@@ -198,16 +271,22 @@ class Register(Message, frozen=True):
 class Watch(Message, frozen=True):
     """Gateway or CLI -> coordinator, held open. Items: View, at once and at every change."""
 
+    gateway: GatewayCard | None = None
+
 
 class Route(Message, frozen=True):
     """Gateway -> coordinator. One item, Routed; or an End with the refusal.
 
-    `exclude` names incarnations that failed this request already.
+    `exclude` names incarnations that failed this request already. `prefix` names the prompt's full blocks in order,
+    as in `CacheNews`. `first_token_s` is how long the client will wait for the first token.
     """
 
     model: str
     num_tokens: int
     exclude: tuple[Incarnation, ...] = ()
+    origin: Origin = Origin()
+    prefix: bytes = b""
+    first_token_s: float | None = None
 
 
 class Generate(Message, frozen=True):
@@ -224,6 +303,9 @@ class Generate(Message, frozen=True):
     num_prompt_tokens: int
     sampling: Sampling
     prefill: NodeAddress | None = None
+    origin: Origin = Origin()
+    source: NodeAddress | None = None
+    """The draining node that runs this request's attempt `attempt - 1` now and hands it over."""
 
 
 class Prefill(Message, frozen=True):
@@ -241,22 +323,55 @@ class Prefill(Message, frozen=True):
     num_prompt_tokens: int
     sampling: Sampling
     layout: KVLayout
+    origin: Origin = Origin()
 
 
-RequestBody = Register | Watch | Route | Generate | Prefill
+class Handover(Message, frozen=True):
+    """Decode node -> draining decode node: give me a request that you run. Items: BlocksReady*, one HandedOver.
+
+    Sends: one Stop, when the blocks announced so far have landed; the node then stops the request, ends its
+    Generate call with MOVED and announces the rest. One Pulled, after which it frees the blocks and Ends.
+    """
+
+    request: RequestId
+    attempt: int
+    layout: KVLayout
+
+
+class Drain(Message, frozen=True):
+    """Operator -> node: no new work, move or finish what runs. Items: DrainProgress; Ends when nothing is left.
+
+    After `timeout_s` what is left is ended with MOVED, for its gateway to start again elsewhere.
+    """
+
+    timeout_s: float
+
+
+class Audit(Message, frozen=True):
+    """Anybody -> any process: what do you hold? One item, Holdings."""
+
+
+RequestBody = Register | Watch | Route | Generate | Prefill | Handover | Drain | Audit
 
 # --- what a caller sends into an open call ---------------------------------------------------------
 
 
 class Report(Message, frozen=True):
+    """`cache` is None when nothing changed; the first Report of a Register call says the whole."""
+
     load: NodeLoad
+    cache: CacheNews | None = None
 
 
 class Pulled(Message, frozen=True):
     """Every block that was wanted has landed and was checked."""
 
 
-SentBody = Report | Pulled
+class Stop(Message, frozen=True):
+    """What was announced has landed: stop the request and announce the rest."""
+
+
+SentBody = Report | Pulled | Stop
 
 # --- what a callee yields --------------------------------------------------------------------------
 
@@ -269,6 +384,7 @@ class Registered(Message, frozen=True):
 
 class View(Message, frozen=True):
     nodes: tuple[NodeView, ...] = ()
+    gateways: tuple[GatewayCard, ...] = ()
 
 
 class Routed(Message, frozen=True):
@@ -283,20 +399,33 @@ class Routed(Message, frozen=True):
 
 
 class Tokens(Message, frozen=True):
-    """New tokens of one request. `phases` (last item only) are seconds by phase, summing to the call's life."""
+    """New tokens of one request. `phases` (last item only) are seconds by phase, summing to the call's life.
+
+    `path` says who computed the prompt, as far as it is known: "prefill", "home", "fallback" (home, after prefill
+    failed) or "handover".
+    """
 
     tokens: list[int]
     finish: FinishReason | None = None
     cached_tokens: int = 0
     phases: dict[str, float] | None = None
+    path: str = ""
+
+
+class Leaving(Message, frozen=True):
+    """In a Generate call: this node is being drained and goes on for now; have another one take over from it."""
 
 
 class BlocksReady(Message, frozen=True):
-    """Blocks `first .. first + len(refs)` of the sequence are finished in the pool of `owner`."""
+    """Blocks `first .. first + len(refs)` of the sequence are finished in the pool of `owner`.
+
+    Reads of them carry `secret`, which is the call's and ends with it.
+    """
 
     owner: Incarnation
     first: int
     refs: tuple[BlockRef, ...]
+    secret: bytes = b""
 
 
 class PrefillDone(Message, frozen=True):
@@ -308,7 +437,45 @@ class PrefillDone(Message, frozen=True):
     phases: dict[str, float] | None = None
 
 
-ItemBody = Registered | View | Routed | Tokens | BlocksReady | PrefillDone
+class HandedOver(Message, frozen=True):
+    """The request is stopped and every block of it has been announced. `tokens` is all of it, prompt included."""
+
+    tokens: list[int]
+
+
+class DrainProgress(Message, frozen=True):
+    num_calls: int
+    num_moved: int = 0
+
+
+class Holdings(Message, frozen=True):
+    """Everything a process holds for somebody. Lists of what it does not have are empty.
+
+    `used_blocks` have a reference; those of `sequences`, shared ones counted once, must add up to them.
+    `requests` are a gateway's. `grants` are the requests whose blocks may be read here.
+    """
+
+    kind: str
+    node: NodeId
+    incarnation: Incarnation
+    incoming: tuple[HeldCall, ...] = ()
+    outgoing: tuple[HeldCall, ...] = ()
+    sequences: tuple[HeldSequence, ...] = ()
+    num_blocks: int = 0
+    used_blocks: int = 0
+    owned_blocks: int = 0
+    """Distinct blocks in the tables of `sequences`."""
+    serving: tuple[HeldConnection, ...] = ()
+    """Connections by which others read this pool."""
+    reading: tuple[HeldConnection, ...] = ()
+    """Connections by which this process reads others' pools."""
+    grants: tuple[RequestId, ...] = ()
+    requests: tuple[RequestId, ...] = ()
+
+
+ItemBody = (
+    Registered | View | Routed | Tokens | Leaving | BlocksReady | PrefillDone | HandedOver | DrainProgress | Holdings
+)
 
 # --- frames: caller to callee ----------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from coordinator.core.membership import longest_prompt, longest_shared_prompt, p
 
 RETRY_AFTER_S = 1.0
 
-PrefillUnavailable = Literal["local", "fail"]
+PrefillUnavailable = Literal["local", "wait", "fail"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

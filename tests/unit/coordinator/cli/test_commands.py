@@ -78,7 +78,7 @@ def test_a_wrong_setting_is_one_line_and_exit_2() -> None:
     done = baton("coordinator", "--prefill-unavailable", "perhaps")
     assert (done.returncode, done.stderr) == (
         2,
-        "baton: prefill_unavailable = 'perhaps' (from --prefill-unavailable): expected one of local, fail\n",
+        "baton: prefill_unavailable = 'perhaps' (from --prefill-unavailable): expected one of local, wait, fail\n",
     )
 
 
