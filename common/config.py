@@ -73,9 +73,12 @@ class NodeConfig:
     model: ModelConfig
     engine: EngineConfig = EngineConfig()
     name: Annotated[str, Meta(description="The node's name; empty draws one.")] = ""
-    listen: Annotated[str, Meta(description="Endpoint for calls; others reach the node, and its blocks, by it.")] = (
+    listen: Annotated[str, Meta(description="Endpoint for calls and, by its host, for reads of blocks.")] = (
         "tcp://127.0.0.1:0"
     )
+    advertise: Annotated[
+        str, Meta(description="Endpoint that others call the node by, behind a proxy or NAT; empty: as it listens.")
+    ] = ""
     coordinators: Annotated[tuple[str, ...], Meta(description="Endpoints of the coordinators.")] = (
         "tcp://127.0.0.1:7070",
     )

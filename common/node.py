@@ -131,7 +131,7 @@ class NodeHost:
             node=self.name,
             incarnation=self.incarnation,
             role=self.role,
-            address=server.address,
+            address=self.config.advertise or server.address,
             model=self.config.model.served_name or self.config.model.model,
             model_digest=self.runner.model_digest,
             layout=self.memory.layout,
