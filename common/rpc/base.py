@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Protocol, Self
 
-from common.messages import Incarnation, ItemBody, NodeId, RequestBody, SentBody
+from common.messages import HeldCall, Incarnation, ItemBody, NodeId, RequestBody, SentBody
 
 
 class OutgoingCall(Protocol):
@@ -39,6 +39,9 @@ class OutgoingCall(Protocol):
 class Client(Protocol):
     """Opens calls. Keeps one link per (address, incarnation), made on first use, dropped when lost."""
 
+    on_lost: Callable[[Incarnation], None]
+    """Told whenever a link to a process is lost, with or without calls on it."""
+
     def open(
         self,
         address: str,
@@ -48,6 +51,10 @@ class Client(Protocol):
         timeout_s: float | None = None,
     ) -> OutgoingCall:
         """A call to the process at `address`; PeerLostError if it cannot be reached or is another incarnation."""
+        ...
+
+    def held_calls(self) -> list[HeldCall]:
+        """Its open calls, an Audit's apart. `peer` is empty while nobody in particular has answered."""
         ...
 
     async def close(self) -> None:
@@ -88,6 +95,10 @@ class Server(Protocol):
 
     @property
     def num_calls(self) -> int: ...
+
+    def held_calls(self) -> list[HeldCall]:
+        """Its open calls, an Audit's apart; one counts until its handler has ended."""
+        ...
 
     async def close(self) -> None:
         """End every call (their handlers are cancelled and awaited) and leave nothing behind."""

@@ -47,7 +47,7 @@ from common.rpc.call import (
 )
 
 _OPEN, _STOPPING = CallStatus.OPEN, CallStatus.STOPPING  # an enum's attribute costs more than a global
-_NO_CALL, _NOBODY = CallId(0), NodeId("")
+_NO_CALL, _NOBODY, _NO_PROCESS = CallId(0), NodeId(""), Incarnation("")
 
 
 class ItemYielded(Event, frozen=True):
@@ -114,7 +114,7 @@ class CalleeCall(Call):
 
 @dataclass(eq=False, kw_only=True)
 class CalleeLink(Link[CalleeCall]):
-    """`methods` are the request types that have a handler; `caller` is the peer's name once it said Hello."""
+    """`methods` are the request types that have a handler; `caller` and `peer` are who calls, once it said Hello."""
 
     MOVES: ClassVar[Moves] = CALLEE_MOVES
 
@@ -122,6 +122,7 @@ class CalleeLink(Link[CalleeCall]):
     incarnation: Incarnation
     methods: Container[type]
     caller: NodeId = _NOBODY
+    peer: Incarnation = _NO_PROCESS
     closing: bool = False
     highest_id: CallId = _NO_CALL
 
@@ -197,7 +198,7 @@ class CalleeLink(Link[CalleeCall]):
         elif hello.to is not None and hello.to != self.incarnation:
             self._lose(lost_frames(f"{self.node} is another incarnation than the one meant"), now_s, out)
         else:
-            self.caller = hello.node
+            self.caller, self.peer = hello.node, hello.incarnation
             self._started(now_s)
             self._opened(now_s)
             out.append(Welcome(self.node, self.incarnation))

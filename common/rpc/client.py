@@ -1,7 +1,7 @@
 """Opening calls: a thin shell over `caller.CallerLink`, one per connection."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, Self, assert_never
 
@@ -12,6 +12,7 @@ from common.messages import (
     CallerFrame,
     CallId,
     Cancel,
+    HeldCall,
     Hello,
     Incarnation,
     ItemBody,
@@ -36,7 +37,7 @@ from common.rpc.caller import (
     Enter,
     FromCallee,
 )
-from common.rpc.endpoint import Arm, Dial, Inbox, Outbox, Wire, dropped, log
+from common.rpc.endpoint import Arm, Dial, Inbox, Outbox, Wire, dropped, held, log
 
 
 class OpenedCall:
@@ -133,6 +134,16 @@ class ClientLink:
     def num_calls(self) -> int:
         return len(self._calls)
 
+    @property
+    def peer(self) -> Incarnation:
+        """Who answers here or, while nobody has, who is meant."""
+        return self.core.peer or self.core.to or Incarnation("")
+
+    def held(self) -> Iterator[HeldCall]:
+        now_s = self._client.clock.now_s()
+        for call in self.core.calls.values():
+            yield from held(self.peer, call.body, age_s=now_s - call.history[0].at_s)
+
     def open(self, call: OpenedCall, body: RequestBody, *, timeout_s: float | None) -> CallId:
         self._last_id += 1
         call_id = CallId(self._last_id)
@@ -185,6 +196,7 @@ class ClientLink:
                 if self._wire is not None:
                     self._wire.close()
                 self._client.forget(self)
+                self._client.on_lost(self.peer)
             case _:
                 assert_never(command)
 
@@ -217,6 +229,7 @@ class ClientEndpoint:
         self.times = times
         self.arm = arm
         self._dial = dial
+        self.on_lost: Callable[[Incarnation], None] = lambda peer: None
         self._on_closed = on_closed
         self._links: dict[tuple[str, Incarnation | None], ClientLink] = {}
         self._is_closed = False
@@ -254,6 +267,9 @@ class ClientEndpoint:
     @property
     def num_links(self) -> int:
         return len(self._links)
+
+    def held_calls(self) -> list[HeldCall]:
+        return [call for link in self._links.values() for call in link.held()]
 
     @property
     def due_s(self) -> float:

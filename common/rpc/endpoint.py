@@ -6,7 +6,7 @@ them wires, tells them what came, and ticks them when they are due.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import inf
 from typing import Generic, Protocol, TypeVar
 
@@ -15,7 +15,7 @@ import msgspec
 from common import telemetry
 from common.clock import Clock
 from common.errors import BatonError
-from common.messages import CalleeFrame, CallerFrame, WireError, encode
+from common.messages import Audit, CalleeFrame, CallerFrame, HeldCall, Incarnation, RequestBody, WireError, encode
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Larger wire messages are neither sent nor taken."""
@@ -185,6 +185,18 @@ class Ticker:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def held(peer: Incarnation, body: RequestBody, *, age_s: float) -> Iterator[HeldCall]:
+    """An open call as an audit lists it; the audit's own question is no holding."""
+    if not isinstance(body, Audit):
+        yield HeldCall(
+            type(body).__name__,
+            peer,
+            getattr(body, "request", None),
+            getattr(body, "attempt", 0),
+            age_s,
+        )
 
 
 def dropped(error: Exception, **peer: str) -> str:

@@ -1,7 +1,7 @@
 """Serving calls: a thin shell over `callee.CalleeLink`, one per connection, and a task per call."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -16,6 +16,7 @@ from common.messages import (
     CallerFrame,
     CallId,
     End,
+    HeldCall,
     Hello,
     Incarnation,
     ItemBody,
@@ -42,7 +43,7 @@ from common.rpc.callee import (
     Start,
     Stop,
 )
-from common.rpc.endpoint import Arm, Inbox, Listener, Outbox, dropped, log
+from common.rpc.endpoint import Arm, Inbox, Listener, Outbox, dropped, held, log
 
 
 class ServedCall:
@@ -103,6 +104,10 @@ class ServerLink:
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
         return [call.task for call in self._calls.values() if call.task is not None]
+
+    def held(self) -> Iterator[HeldCall]:
+        for id, call in self._calls.items():
+            yield from held(self.core.peer, call.body, age_s=self.now_s() - self.core.calls[id].history[0].at_s)
 
     def came(self, frames: list[CallerFrame]) -> None:
         self.handle(FromCaller(self.now_s(), frames))
@@ -222,6 +227,9 @@ class ServerEndpoint:
     @property
     def num_links(self) -> int:
         return len(self._links)
+
+    def held_calls(self) -> list[HeldCall]:
+        return [call for link in (*self._links.values(), *self._ending) for call in link.held()]
 
     # --- what the network tells it --------------------------------------------------------------------------
 

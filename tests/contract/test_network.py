@@ -104,6 +104,31 @@ async def test_leaving_a_call_cancels_its_handler(bench: Bench) -> None:
     await bench.until(lambda: server.num_calls == 0)
 
 
+async def test_both_ends_list_an_open_call_with_its_other_end(bench: Bench) -> None:
+    server = await bench.serve(Held())
+    call = await bench.enter(server.address)
+    await bench.result(anext(aiter(call)))
+    [ours], [theirs] = bench.client.held_calls(), server.held_calls()
+    assert (ours.method, ours.peer) == ("Watch", server.incarnation)
+    assert (theirs.method, theirs.peer) == ("Watch", bench.client.incarnation)
+    assert theirs.age_s <= ours.age_s < 30
+    await leave(call)
+    assert bench.client.held_calls() == []
+    await bench.until(lambda: server.held_calls() == [])
+
+
+async def test_a_lost_link_is_told_with_the_process_at_its_other_end(bench: Bench) -> None:
+    lost: list[Incarnation] = []
+    bench.client.on_lost = lost.append
+    server = await bench.serve(Held())
+    await leave(await bench.enter(server.address))
+    await bench.until(lambda: server.num_calls == 0)
+    assert lost == []
+    incarnation = server.incarnation
+    await server.close()
+    await bench.until(lambda: lost == [incarnation])
+
+
 async def test_cancelling_the_task_that_waits_for_an_item_cancels_the_handler(bench: Bench) -> None:
     held = Held()
     server = await bench.serve(held)
