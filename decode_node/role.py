@@ -268,8 +268,7 @@ class GenerateCall:
         self._tokens.append(event.token)
         if event.finish is not None:
             return self._finish([event.token], event.finish, now_s)
-        emit = Emit(Tokens([event.token], cached_tokens=self.num_cached))
-        return [emit, *self._start_if_complete(now_s)]
+        return [self._emit([event.token]), *self._start_if_complete(now_s)]
 
     def _pull_ended(self, event: PullEnded, now_s: float) -> list[Command]:
         self._pulling -= 1
@@ -304,13 +303,17 @@ class GenerateCall:
         self._tokens.append(event.token)
         if event.finish is not None:
             return self._finish([event.token], event.finish, now_s)
-        return [Emit(Tokens([event.token], cached_tokens=self.num_cached))]
+        return [self._emit([event.token])]
 
     # --- leaving ----------------------------------------------------------------------------------------------
 
     def _finish(self, tokens: list[int], finish: FinishReason, now_s: float) -> list[Command]:
-        last = Emit(Tokens(tokens, finish=finish, cached_tokens=self.num_cached, phases=self.phases(now_s)))
-        return [last, *self._end(now_s)]
+        return [self._emit(tokens, finish, self.phases(now_s)), *self._end(now_s)]
+
+    def _emit(
+        self, tokens: list[int], finish: FinishReason | None = None, phases: dict[str, float] | None = None
+    ) -> Emit:
+        return Emit(Tokens(tokens, finish, self.num_cached, phases, self.path))
 
     def _end(self, now_s: float, error: BatonError | None = None) -> list[Command]:
         self._end_error = WireError.of(error) if error else None

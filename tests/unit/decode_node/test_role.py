@@ -184,6 +184,21 @@ def test_a_first_token_already_shown_is_forced_when_prefill_is_lost() -> None:
     assert emitted.item.tokens == [100]
 
 
+@pytest.mark.parametrize(("prefill", "path"), [(PREFILL, Path.PREFILL), (None, Path.HOME)])
+def test_every_item_says_who_computed_the_prompt(prefill: NodeAddress | None, path: Path) -> None:
+    call, _ = a_call(generate(prefill=prefill))
+    first = (
+        feed(call, Progress(ID, 40, token=99))
+        if prefill is None
+        else feed(call, reserved(), ready(0, 3), PrefillDone(token=99))
+    )
+    assert [command.item.path for command in first if isinstance(command, Emit)] == [path]
+    later = [] if prefill is None else feed(call, PullEnded(0, 3, TransferError("broke")))
+    later += feed(call, Progress(ID, 41, token=100, finish=FinishReason.STOP))
+    fell_back = Path.HOME if prefill is None else Path.FALLBACK
+    assert [command.item.path for command in later if isinstance(command, Emit)] == [fell_back]
+
+
 def test_a_stale_block_is_never_used() -> None:
     call, _ = a_call(generate())
     feed(call, reserved(), ready(0, 1), ready(1, 2), PullEnded(0, 1))
