@@ -11,7 +11,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help up test test-all lint format bench clean
+.PHONY: help up test test-all lint format bench chaos clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -45,6 +45,10 @@ lint: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+# A real cluster, hurt at random for three minutes; ARGS="--seconds 3600 --seed 7" for another.
+chaos: $(VENV)/.dev
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m tests.benchmarks $(ARGS)

@@ -16,8 +16,12 @@ def sleeps(sources: Iterable[Source]) -> Iterator[str]:
                     yield f"{source.path}:{node.lineno}"
 
 
+# What is no test but measures or spends real time.
+_PROGRAMS = ("tests/benchmarks/", "tests/chaos/")
+
+
 def test_no_test_sleeps() -> None:
-    tests = [source for source in python_files("tests") if not source.path.startswith("tests/benchmarks/")]
+    tests = [source for source in python_files("tests") if not source.path.startswith(_PROGRAMS)]
     assert list(sleeps(tests)) == []
 
 
