@@ -21,6 +21,7 @@ from common.engine.limits import Limits
 from common.engine.loop import Engine
 from common.engine.port import EnginePort
 from common.errors import OverloadedError
+from common.kv_cache.cache_news import OfferedNames
 from common.kv_cache.memory import PoolMemory
 from common.messages import (
     Incarnation,
@@ -83,6 +84,7 @@ class NodeHost:
             block_size=memory.layout.block_size,
         )
         self.on_starved: Callable[[], None] = lambda: None
+        self._offered = OfferedNames()
         self._network = network
         self._serve_blocks = serve_blocks
         self._report_s = report_s
@@ -102,7 +104,7 @@ class NodeHost:
         await self._resources.aclose()
 
     async def _start(self) -> None:
-        self.port = EnginePort(on_starved=lambda: self.on_starved())
+        self.port = EnginePort(on_starved=lambda: self.on_starved(), on_cache_changed=self._offered.change)
         self.engine = Engine(
             runner=self.runner,
             generations=self.memory.generations,
@@ -145,7 +147,7 @@ class NodeHost:
         )
         for coordinator in self.config.coordinators:
             standing = asyncio.create_task(
-                stay_registered(self.client, coordinator, card, self.load, report_s=self._report_s)
+                stay_registered(self.client, coordinator, card, self.load, self._offered, report_s=self._report_s)
             )
             self._resources.push_async_callback(_ended, standing)
         log.info("serving", node=self.name, role=self.role, address=server.address)

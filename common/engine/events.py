@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from common.engine.request import EngineRequest, Progress
-from common.messages import BlockId, RequestId
+from common.messages import BlockHash, BlockId, HeldSequence, RequestId
 
 # --- shell to engine ---------------------------------------------------------------------------------
 
@@ -45,7 +45,12 @@ class Probe:
     """Wake an idle engine so that it shows it lives: `EngineStats.last_progress_s` moves. No other answer."""
 
 
-Command = Reserve | Admit | Release | Probe
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Say what is held. Each is answered by one Counted, in order, by a broken engine too."""
+
+
+Command = Reserve | Admit | Release | Probe | Count
 
 # --- engine to shell ---------------------------------------------------------------------------------
 
@@ -75,6 +80,19 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class Counted:
+    """All that the engine holds at one moment. It knows nothing of calls: no sequence names its owner here.
+
+    `used_blocks` have a reference, `owned_blocks` lie in the block table of a sequence.
+    """
+
+    sequences: tuple[HeldSequence, ...]
+    num_blocks: int
+    used_blocks: int
+    owned_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Starved:
     """No running request can grow while leases hold the rest of the pool: give a reservation back.
 
@@ -82,7 +100,14 @@ class Starved:
     """
 
 
-Event = Reserved | Stepped | Failed | Starved
+@dataclass(frozen=True, slots=True)
+class CacheChanged:
+    """Contents that the pool came to offer to later prompts (True) or ceased to (False), in order."""
+
+    changes: list[tuple[BlockHash, bool]]
+
+
+Event = Reserved | Counted | Stepped | Failed | Starved | CacheChanged
 
 # --- read by the shell at any time --------------------------------------------------------------------
 

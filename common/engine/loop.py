@@ -23,7 +23,10 @@ from common.clock import Clock, SystemClock
 from common.config import EngineConfig
 from common.engine.events import (
     Admit,
+    CacheChanged,
     Command,
+    Count,
+    Counted,
     EngineStats,
     Event,
     Failed,
@@ -40,7 +43,7 @@ from common.engine.scheduler import Scheduler
 from common.errors import BatonError, InternalError
 from common.kv_cache.block_pool import BlockPool, Generations
 from common.kv_cache.prefix_cache import root_hash
-from common.messages import RequestId
+from common.messages import HeldSequence, RequestId
 from common.model.base import Runner
 
 log = telemetry.logger(__name__)
@@ -154,6 +157,8 @@ class Engine:
                 self._stopping = True
             case Probe():
                 pass  # it has woken us
+            case Count():
+                self._events.append(self._counted())
             case Release(request=id):
                 if not self._broken and self._scheduler.release(id):
                     self._said_starved = False
@@ -247,6 +252,9 @@ class Engine:
     # --- to the shell ----------------------------------------------------------------------------------
 
     def _flush(self) -> None:
+        if self._pool.changes:
+            self._events.append(CacheChanged(self._pool.changes))
+            self._pool.changes = []
         if not self._events:
             return
         events, self._events = self._events, []
@@ -271,6 +279,15 @@ class Engine:
             num_computed_prompt_tokens=meter.num_computed_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,
             num_failed=meter.num_failed,
+        )
+
+    def _counted(self) -> Counted:
+        held = list(self._scheduler.held())
+        return Counted(
+            sequences=tuple(HeldSequence(id, kind, None, len(blocks)) for kind, id, blocks in held),
+            num_blocks=self._pool.num_blocks,
+            used_blocks=self._pool.num_blocks - self._pool.num_free,
+            owned_blocks=len({block for _, _, blocks in held for block in blocks}),
         )
 
     def check_invariants(self) -> None:

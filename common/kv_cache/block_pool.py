@@ -12,6 +12,7 @@ Every block is in exactly one of three places:
    the right bytes until then.
 2. A name is given once the bytes are there (`name`), and lost only when the block is handed out anew.
 3. A content hash names one block. The same content computed twice stays without a name the second time.
+4. Every name given or lost is noted in `changes`, in order, for whoever owns the pool to take away.
 """
 
 from collections import Counter, OrderedDict
@@ -44,6 +45,8 @@ class BlockPool:
         self._cached: OrderedDict[BlockId, None] = OrderedDict()
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._named: dict[BlockHash, BlockId] = {}
+        self.changes: list[tuple[BlockHash, bool]] = []
+        """Names, and whether each was given (or else lost); grows until it is taken away."""
 
     @property
     def num_free(self) -> int:
@@ -102,6 +105,7 @@ class BlockPool:
         if self._hashes[block] is None and content not in self._named:
             self._hashes[block] = content
             self._named[content] = block
+            self.changes.append((content, True))
 
     def lookup(self, content: BlockHash) -> BlockId | None:
         return self._named.get(content)
@@ -118,6 +122,7 @@ class BlockPool:
         assert content is not None
         del self._named[content]
         self._hashes[block] = None
+        self.changes.append((content, False))
         return block
 
     def check_invariants(self, holders: Iterable[Sequence[BlockId]] | None = None) -> None:

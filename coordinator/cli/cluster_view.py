@@ -13,6 +13,7 @@ _MAX_PAIRS_SHOWN = 16
 _BOLD, _DIM, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 _STATE_COLOURS = {
     NodeState.READY: "\x1b[32m",
+    NodeState.DRAINING: "\x1b[36m",
     NodeState.STALLED: "\x1b[33m",
     NodeState.INCOMPATIBLE: "\x1b[31m",
 }

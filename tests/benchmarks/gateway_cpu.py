@@ -24,6 +24,7 @@ import uvloop
 from common.clock import new_id
 from common.config import CoordinatorConfig, GatewayConfig
 from common.errors import PeerLostError
+from common.kv_cache.cache_news import OfferedNames
 from common.messages import (
     FinishReason,
     Generate,
@@ -191,7 +192,7 @@ def run_node(coordinator: str, rate: float, num_tokens: int) -> None:
         load = NodeLoad(free_blocks=1 << 20)
         await asyncio.gather(
             serve_coordinator(CoordinatorConfig(listen=coordinator), network),
-            stay_registered(client, coordinator, card, lambda: load),
+            stay_registered(client, coordinator, card, lambda: load, OfferedNames()),
             steps.run(),
         )
 

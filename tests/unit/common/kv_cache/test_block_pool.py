@@ -98,6 +98,19 @@ def test_the_same_content_twice_has_one_name_and_the_second_block_is_plain() -> 
     pool.check_invariants([])
 
 
+def test_names_given_and_lost_are_noted_in_order() -> None:
+    pool = pool_of(2)
+    pool.free(named(pool, b"a", b"b"))
+    claimed(pool, 1)
+    assert pool.changes == [(b"a", True), (b"b", True), (b"b", False)]
+
+
+def test_a_name_that_is_taken_already_is_no_news() -> None:
+    pool = pool_of(2)
+    named(pool, b"a", b"a")
+    assert pool.changes == [(b"a", True)]
+
+
 def test_a_block_freed_once_too_often_is_caught() -> None:
     pool = pool_of(1)
     [block] = claimed(pool, 1)
@@ -122,6 +135,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(5, self.generations)
         self.tables: list[list[BlockId]] = []
         self.contents: dict[BlockId, BlockHash] = {}  # what was named, until the block is handed out anew
+        self.offered: set[BlockHash] = set()  # what one who only reads the pool's changes believes
 
     @rule(count=st.integers(0, 4), spare=st.integers(0, 2), wanted=st.sets(st.integers(0, 7)))
     def claim(self, count: int, spare: int, wanted: set[int]) -> None:
@@ -154,6 +168,14 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(choice=st.data())
     def free(self, choice: st.DataObject) -> None:
         self.pool.free(self.tables.pop(choice.draw(st.integers(0, len(self.tables) - 1))))
+
+    @invariant()
+    def changes_tell_what_is_offered(self) -> None:
+        for content, is_offered in self.pool.changes:
+            assert (content in self.offered) != is_offered
+            (self.offered.add if is_offered else self.offered.remove)(content)
+        self.pool.changes = []
+        assert self.offered == set(self.contents.values())
 
     @invariant()
     def accounts_agree(self) -> None:
