@@ -9,6 +9,7 @@ reader has it. Both are a lease: a block table under the request's id.
 3. A lease ends by being taken (it becomes a request's block table) or released.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.kv_cache.block_pool import BlockPool
@@ -108,6 +109,11 @@ class Leases:
         if lease is not None:
             self._pool.free(lease.blocks)
         return lease is not None
+
+    def held(self) -> Iterator[tuple[str, RequestId, list[BlockId]]]:
+        """As `Scheduler.held`."""
+        yield from (("reservation", id, []) for id in self._queue)
+        yield from (("lease", id, lease.blocks) for id, lease in self._held.items())
 
     def tables(self) -> list[list[BlockId]]:
         return [lease.blocks for lease in self._held.values()]

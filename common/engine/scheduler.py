@@ -26,6 +26,8 @@ is a prompt, whether it never ran, lost its blocks or came with some of them; th
    first, at least a block between them. The limits are tokens and, through `Pace`, seconds.
 """
 
+from collections.abc import Iterator
+
 from common.engine.leases import Lease, Leases
 from common.engine.pace import Pace
 from common.engine.request import Chunk, EngineRequest, Progress, Status, StepPlan
@@ -33,7 +35,7 @@ from common.engine.roster import Roster
 from common.errors import ContextLengthError, InvalidTransition, RequestError
 from common.kv_cache.block_pool import BlockPool
 from common.kv_cache.prefix_cache import cached_prefix, extend_hashes
-from common.messages import BlockHash, RequestId
+from common.messages import BlockHash, BlockId, RequestId
 
 _FIRST_STEP_BLOCKS = 8
 """A prompt's first chunk while nothing is known of the model's speed."""
@@ -93,6 +95,13 @@ class Scheduler:
     def ids(self) -> list[RequestId]:
         """Everything that has anything here: requests, leases, queued reservations."""
         return [*self._roster.requests, *self._leases.ids]
+
+    def held(self) -> Iterator[tuple[str, RequestId, list[BlockId]]]:
+        """Everything that has blocks here or waits for them: what it is, its id, its block table."""
+        roster = self._roster
+        for kind, requests in (("running", roster.running), ("ready", roster.ready), ("waiting", roster.waiting)):
+            yield from ((kind, request.id, request.blocks) for request in requests)
+        yield from self._leases.held()
 
     def fits_alone(self, num_tokens_max: int) -> bool:
         """Whether a request that may reach so many tokens can finish here; the last one drawn needs no block."""
