@@ -13,10 +13,12 @@ from contextlib import AsyncExitStack
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol, Self
 
+from msgspec.structs import replace
+
 from common import telemetry
 from common.clock import Clock, SystemClock, new_id
 from common.config import NodeConfig
-from common.engine.events import Probe
+from common.engine.events import Count, Probe
 from common.engine.limits import Limits
 from common.engine.loop import Engine
 from common.engine.port import EnginePort
@@ -24,6 +26,8 @@ from common.errors import OverloadedError
 from common.kv_cache.cache_news import OfferedNames
 from common.kv_cache.memory import PoolMemory
 from common.messages import (
+    Audit,
+    Holdings,
     Incarnation,
     NodeCard,
     NodeId,
@@ -34,7 +38,7 @@ from common.messages import (
     Role,
 )
 from common.model.base import Runner
-from common.rpc.base import Client, Handler, Network, Server
+from common.rpc.base import Client, Handler, IncomingCall, Network, Server
 from common.rpc.registration import stay_registered
 
 _RETRY_AFTER_S = 1.0
@@ -126,6 +130,7 @@ class NodeHost:
 
     async def join(self, handlers: Mapping[type[RequestBody], Handler]) -> NodeCard:
         """Answer calls and stay registered with every coordinator until the host is left."""
+        handlers = {**handlers, Audit: self._audit}
         server = await self._network.serve(self.config.listen, handlers, node=self.name, incarnation=self.incarnation)
         self._server = server
         self._resources.push_async_callback(server.close)
@@ -162,6 +167,27 @@ class NodeHost:
     def engine_id(self) -> RequestId:
         """An id for one call's request in this engine."""
         return RequestId(f"{next(self._numbers)}")
+
+    async def _audit(self, call: IncomingCall) -> None:
+        call.send(await self.holdings())
+
+    async def holdings(self) -> Holdings:
+        """Everything at one moment: the engine's when it next comes to answer, the calls' in the same turn."""
+        counting = self.port.next_count()
+        self.engine.post(Count())
+        counted = await counting
+        owners = self.port.owners
+        return Holdings(
+            kind=self.role,
+            node=self.name,
+            incarnation=self.incarnation,
+            incoming=tuple(self._server.held_calls()) if self._server else (),
+            outgoing=tuple(self.client.held_calls()),
+            sequences=tuple(replace(one, request=owners.get(RequestId(one.id))) for one in counted.sequences),
+            num_blocks=counted.num_blocks,
+            used_blocks=counted.used_blocks,
+            owned_blocks=counted.owned_blocks,
+        )
 
     def load(self) -> NodeLoad:
         self.engine.post(Probe())
