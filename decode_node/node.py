@@ -105,6 +105,7 @@ class _GenerateShell:
         self._call = call
         self._role = GenerateCall(body, id=self.id, layout=host.memory.layout, now_s=host.clock.now_s())
         self._owner: NodeAddress | None = body.prefill
+        self._request = body.request
         self._prefill: OutgoingCall | None = None
         self._asking: asyncio.Task[None] | None = None  # None as soon as the role has closed it
         self._asks: set[asyncio.Task[None]] = set()
@@ -116,7 +117,7 @@ class _GenerateShell:
         return self._role.holds_reservation
 
     async def run(self) -> None:
-        with self._host.port.listen(self.id, self.feed):
+        with self._host.port.listen(self.id, self.feed, owner=self._request):
             try:
                 self._obey(self._role.begin(now_s=self._host.clock.now_s()))
                 if error := await self._ended:
