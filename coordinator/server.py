@@ -7,7 +7,7 @@ from typing import assert_never
 from common import telemetry
 from common.clock import Clock, SystemClock, new_id
 from common.config import CoordinatorConfig
-from common.messages import Incarnation, NodeId, Register, Report, Route, Watch
+from common.messages import Audit, Holdings, Incarnation, NodeId, Register, Report, Route, Watch
 from common.rpc.base import IncomingCall, Network, Server
 from coordinator.core.events import (
     AnswerRoute,
@@ -29,6 +29,7 @@ from coordinator.core.events import (
 from coordinator.core.policy import PrefillUnavailable
 from coordinator.core.state import ClusterState, Patience, Phase
 
+NAME = NodeId("coordinator")
 TICK_S = 0.1
 
 log = telemetry.logger(__name__)
@@ -59,18 +60,21 @@ class Coordinator:
         self._clock = clock or SystemClock()
         self.state = ClusterState(now_s=self._clock.now_s(), prefill_unavailable=prefill_unavailable, patience=patience)
         self._is_leaving = False
+        self._incarnation = Incarnation(new_id())
+        self._server: Server | None = None
         self._ids = itertools.count()
         self._nodes: dict[ConnectionId, IncomingCall] = {}
         self._watchers: dict[WatcherId, IncomingCall] = {}
         self._asks: dict[AskId, asyncio.Future[AnswerRoute | RefuseRoute]] = {}
 
     async def listen(self, address: str, network: Network) -> Server:
-        return await network.serve(
+        self._server = await network.serve(
             address,
-            {Register: self._register, Watch: self._watch, Route: self._route},
-            node=NodeId("coordinator"),
-            incarnation=Incarnation(new_id()),
+            {Register: self._register, Watch: self._watch, Route: self._route, Audit: self._audit},
+            node=NAME,
+            incarnation=self._incarnation,
         )
+        return self._server
 
     async def tick_forever(self) -> None:
         while True:
@@ -123,6 +127,11 @@ class Coordinator:
                     raise error.exception()
         finally:
             del self._asks[ask]
+
+    async def _audit(self, call: IncomingCall) -> None:
+        assert self._server is not None
+        incoming = tuple(self._server.held_calls())
+        call.send(Holdings(kind="coordinator", node=NAME, incarnation=self._incarnation, incoming=incoming))
 
     # --- the one way in --------------------------------------------------------------------------------
 
