@@ -58,8 +58,17 @@ class Gateway:
         self._created = int(time.time())
         self._page = (Path(__file__).parent / "page" / "index.html").read_text(encoding="utf-8")
         self.metrics = GatewayMetrics()
-        self.num_in_flight = 0
+        self._live: dict[RequestId, None] = {}
         self.is_stopping = False
+
+    @property
+    def requests(self) -> tuple[RequestId, ...]:
+        """Those that have been neither answered nor given up."""
+        return tuple(self._live)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._live)
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._edge], client_max_size=self._config.max_body_bytes)
@@ -97,11 +106,11 @@ class Gateway:
             session, is_chat=asked.is_chat, created=int(time.time()), label=_label(request) or session.id
         )
         answer = self._answer(request, asked, envelope, text)
-        self.num_in_flight += 1
+        self._live[session.id] = None
         try:
             return await self._serve(request, session, answer)
         finally:
-            self.num_in_flight -= 1
+            del self._live[session.id]
             answer.close()
             self._account(request, session, answer.error, num_output_tokens=text.num_tokens)
 

@@ -2,7 +2,10 @@
 
 import asyncio
 import errno
+import os
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from typing import NoReturn
 
 from aiohttp import web
 
@@ -10,10 +13,10 @@ from common import telemetry
 from common.clock import SystemClock, new_id
 from common.config import GatewayConfig
 from common.errors import ConfigError
-from common.messages import Incarnation, NodeId
+from common.messages import Audit, GatewayCard, Holdings, Incarnation, NodeId
 from common.model.store import resolve
 from common.model.tokenizer import Tokenizer
-from common.rpc.base import Network
+from common.rpc.base import Client, IncomingCall, Network, Server
 from coordinator.gateway.app import Gateway
 from coordinator.gateway.connection import GatewayRunner
 from coordinator.gateway.watch import ClusterWatch
@@ -37,24 +40,34 @@ async def serve(
         tokenizer = await asyncio.to_thread(_tokenizer_of, config.model)
     clock = SystemClock()
     async with AsyncExitStack() as resources:
-        client = network.client(node=NodeId("gateway"), incarnation=Incarnation(new_id()))
+        incarnation = Incarnation(new_id())
+        name = NodeId(f"gateway-{incarnation[:6]}")
+        client = network.client(node=name, incarnation=incarnation)
         resources.push_async_callback(client.close)
         model = config.served_name or config.model
         cluster = ClusterWatch(client, config.coordinators, model=model, clock=clock)
-        watching = asyncio.create_task(cluster.run(), name="watch")
+        watching: list[asyncio.Task[NoReturn]] = []
         resources.push_async_callback(_ended, watching)
         gateway = Gateway(config, tokenizer=tokenizer, cluster=cluster, client=client, clock=clock)
+
+        async def audit(call: IncomingCall) -> None:
+            call.send(_holdings(name, incarnation, server, client, gateway))
+
+        server = await network.serve(config.listen, {Audit: audit}, node=name, incarnation=incarnation)
+        resources.push_async_callback(server.close)
         runner = GatewayRunner(
             gateway.app(), access_log=None, handler_cancellation=True, shutdown_timeout=DRAIN_S, keepalive_timeout=75.0
         )
         await runner.setup()
         resources.push_async_callback(runner.cleanup)
         url = await _listen(runner, config)
+        cluster.card = GatewayCard(name, incarnation, server.address, url, model, os.uname().nodename, os.getpid())
+        watching.append(asyncio.create_task(cluster.run(), name="watch"))
         log.info("serving", url=url, model=model)
         if listening is not None:
             listening.set_result(url)
         try:
-            await asyncio.gather(watching)
+            await asyncio.gather(*watching)
         finally:
             gateway.is_stopping = True
 
@@ -77,6 +90,18 @@ async def _listen(runner: web.AppRunner, config: GatewayConfig) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-async def _ended(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
+def _holdings(name: NodeId, incarnation: Incarnation, server: Server, client: Client, gateway: Gateway) -> Holdings:
+    return Holdings(
+        kind="gateway",
+        node=name,
+        incarnation=incarnation,
+        incoming=tuple(server.held_calls()),
+        outgoing=tuple(client.held_calls()),
+        requests=gateway.requests,
+    )
+
+
+async def _ended(tasks: Sequence[asyncio.Task[NoReturn]]) -> None:
+    for task in tasks:
+        task.cancel()
+        await asyncio.wait([task])

@@ -12,7 +12,7 @@ from typing import NoReturn
 from common import telemetry
 from common.clock import Clock
 from common.errors import BatonError, DeadlineError, PeerLostError, UnavailableError
-from common.messages import Incarnation, NodeState, NodeView, Role, Route, Routed, View, Watch
+from common.messages import GatewayCard, Incarnation, NodeState, NodeView, Role, Route, Routed, View, Watch
 from common.rpc.base import Client
 
 log = telemetry.logger(__name__)
@@ -34,6 +34,8 @@ class ClusterWatch:
         self._clock = clock
         self._changed = asyncio.Event()
         self.model = model
+        self.card: GatewayCard | None = None
+        """What is said of this gateway to whoever is watched, from the next time on."""
         self.view = View()
         self.coordinator: str | None = None
         """The coordinator that is being watched, None while none answers."""
@@ -44,7 +46,7 @@ class ClusterWatch:
         while True:
             for coordinator in self._coordinators:
                 try:
-                    async with self._client.open(coordinator, Watch()) as call:
+                    async with self._client.open(coordinator, Watch(self.card)) as call:
                         async for item in call:
                             assert isinstance(item, View)
                             retry_s = FIRST_RETRY_S

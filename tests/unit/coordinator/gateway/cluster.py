@@ -8,8 +8,10 @@ from typing import Self
 
 from common.errors import BatonError, PeerLostError
 from common.messages import (
+    Audit,
     FinishReason,
     Generate,
+    HeldCall,
     Incarnation,
     ItemBody,
     KVLayout,
@@ -110,6 +112,7 @@ class ScriptedClient:
         self.generates: list[Generate] = []
         self.routes: list[Route] = []
         self.open_calls: list[ScriptedCall] = []
+        self.on_lost: Callable[[Incarnation], None] = lambda peer: None
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -122,6 +125,9 @@ class ScriptedClient:
         timeout_s: float | None = None,
     ) -> ScriptedCall:
         return ScriptedCall(self, address, body)
+
+    def held_calls(self) -> list[HeldCall]:
+        return [HeldCall(type(call.body).__name__, call.peer) for call in self.open_calls]
 
     async def close(self) -> None:
         assert self.open_calls == []
@@ -184,6 +190,20 @@ class ScriptedClient:
         self._tasks.append(asyncio.ensure_future(self.change()))
 
 
+class ScriptedServer:
+    """`common.rpc.base.Server` that nobody calls."""
+
+    num_calls = 0
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def held_calls(self) -> list[HeldCall]:
+        return []
+
+    async def close(self) -> None: ...
+
+
 class ScriptedNetwork:
     def __init__(self, client: ScriptedClient) -> None:
         self._client = client
@@ -199,7 +219,8 @@ class ScriptedNetwork:
         node: NodeId,
         incarnation: Incarnation,
     ) -> Server:
-        raise AssertionError("a gateway answers no calls")
+        assert list(handlers) == [Audit], "a gateway answers nothing else"
+        return ScriptedServer(address)
 
 
 # --- scripts ------------------------------------------------------------------------------------------------
