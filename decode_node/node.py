@@ -187,7 +187,9 @@ class _GenerateShell:
 
     def _pull(self, command: Pull) -> None:
         assert self._owner is not None
-        task = self._spawn(self._readers.read(self._owner, command.refs, command.into), self._pulls)
+        task = self._spawn(
+            self._readers.read(self._owner, command.refs, command.into, secret=command.secret), self._pulls
+        )
 
         def ended(task: asyncio.Task[None]) -> None:
             self.feed(PullEnded(command.first, len(command.refs), _error_of(task)))

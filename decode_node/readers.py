@@ -28,14 +28,16 @@ class Readers:
         self._expiring: dict[Incarnation, asyncio.TimerHandle] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def read(self, owner: NodeAddress, refs: Sequence[BlockRef], into: Sequence[BlockId]) -> None:
+    async def read(
+        self, owner: NodeAddress, refs: Sequence[BlockRef], into: Sequence[BlockId], *, secret: bytes
+    ) -> None:
         """As `BlockReader.read`. A reader that failed, other than by a stale block, is not used again."""
         self._keep(owner.incarnation)
         opening = self._opened(owner)
         try:
             # Several calls wait for one handshake; one of them leaving must not end it for the others.
             reader = await asyncio.shield(opening)
-            await reader.read(refs, into)
+            await reader.read(refs, into, secret=secret)
         except StaleBlockError:
             raise
         except BatonError:

@@ -106,6 +106,7 @@ class Pull:
     first: int
     refs: tuple[BlockRef, ...]
     into: tuple[BlockId, ...]
+    secret: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +259,7 @@ class GenerateCall:
         first = wanted[0][0]
         self._pulling += 1
         into = tuple(self._blocks[index] for index, _ in wanted)
-        return [Pull(event.owner, first, tuple(ref for _, ref in wanted), into)]
+        return [Pull(event.owner, first, tuple(ref for _, ref in wanted), into, event.secret)]
 
     def _prefill_done_with(self, event: PrefillDone, now_s: float) -> list[Command]:
         if self.state is not State.PREFILLING:

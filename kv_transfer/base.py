@@ -1,9 +1,10 @@
 """Block transfer: the reader pulls. Nobody ever writes into memory that somebody else owns.
 
 The owner of a pool runs one `BlockServer` per transport and puts its `Offer` on the node's card. A
-reader opens one `BlockReader` per owner incarnation and reads blocks into its own pool. A read is
-checked against the generations in the references; a block that was reused fails the whole read
-(`StaleBlockError`) and its bytes are worthless.
+reader opens one `BlockReader` per owner incarnation and reads blocks into its own pool. A read names the
+secret of the call that was promised the blocks, and the owner serves what was granted under it
+(`PoolMemory.grants`). It is checked against the generations in the references; a block that was reused, or that
+the call may not read (any more), fails the whole read (`StaleBlockError`) and its bytes are worthless.
 """
 
 from collections.abc import Sequence
@@ -37,10 +38,11 @@ class BlockReader(Protocol):
         """Connect and check incarnation and layout. TransferError if the owner cannot be reached so."""
         ...
 
-    async def read(self, refs: Sequence[BlockRef], into: Sequence[BlockId]) -> None:
+    async def read(self, refs: Sequence[BlockRef], into: Sequence[BlockId], *, secret: bytes) -> None:
         """Copy `refs` of the owner's pool into blocks `into` of the local one, all in flight at once.
 
-        Raises StaleBlockError if any generation moved, PeerLostError if the owner died, TransferError else.
+        `secret` came with the promise (`BlocksReady`). Raises StaleBlockError if any generation moved or the secret
+        does not open the blocks (any more), PeerLostError if the owner died, TransferError else.
         """
         ...
 

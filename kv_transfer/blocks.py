@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import StaleBlockError, TransferError
+from common.kv_cache.memory import PoolMemory
 from common.messages import BlockId, BlockRef, KVLayout
 from kv_transfer.layout import mismatch
 
@@ -41,6 +42,13 @@ def check_generations(refs: Sequence[BlockRef], generations: npt.NDArray[np.int6
     for ref, generation in zip(refs, now, strict=True):
         if generation != ref.generation:
             raise StaleBlockError(f"block {ref.block} is at generation {generation}, {ref.generation} was promised")
+
+
+def check_readable(pool: PoolMemory, refs: Sequence[BlockRef], secret: bytes) -> None:
+    """StaleBlockError unless the blocks may be handed out under this secret now, and are what was promised."""
+    if not pool.grants.allows(secret, refs):
+        raise StaleBlockError("the blocks were not promised to this call, or the call has ended")
+    check_generations(refs, pool.generations)
 
 
 def check_layout(ours: KVLayout, theirs: KVLayout) -> None:

@@ -104,11 +104,11 @@ class FaultyReader:
         self._faults.check_connection()
         await self._inner.open()
 
-    async def read(self, refs: Sequence[BlockRef], into: Sequence[BlockId]) -> None:
+    async def read(self, refs: Sequence[BlockRef], into: Sequence[BlockId], *, secret: bytes) -> None:
         self._faults.num_reads += 1
         number = self._faults.num_reads
         await self._faults.before_read(number)
-        await self._inner.read(refs, into)
+        await self._inner.read(refs, into, secret=secret)
         await self._faults.after_read(number)
 
     async def close(self) -> None:

@@ -7,7 +7,7 @@ from common.clock import new_id
 from common.errors import PeerLostError, TransferError
 from common.kv_cache.memory import PoolMemory
 from common.messages import BlockId, BlockRef, Incarnation, Offer
-from kv_transfer.blocks import check_destination, check_generations, check_layout, check_source
+from kv_transfer.blocks import check_destination, check_generations, check_layout, check_readable, check_source
 
 _served: dict[str, PoolMemory] = {}
 
@@ -51,12 +51,12 @@ class MemoryReader:
         check_layout(self._pool.layout, source.layout)
         self._open = True
 
-    async def read(self, refs: Sequence[BlockRef], into: Sequence[BlockId]) -> None:
+    async def read(self, refs: Sequence[BlockRef], into: Sequence[BlockId], *, secret: bytes) -> None:
         check_destination(refs, into, self._pool.num_blocks)
         for ref, block in zip(refs, into, strict=True):
             source = self._source()
             check_source([ref], source.num_blocks)
-            check_generations([ref], source.generations)
+            check_readable(source, [ref], secret)
             self._pool.blocks[block] = source.blocks[ref.block]
             await asyncio.sleep(0)  # others get their turn, as they do with a real wire
         source = self._source()

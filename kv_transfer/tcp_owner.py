@@ -13,7 +13,7 @@ from common.errors import BatonError, TransferError
 from common.kv_cache.memory import PoolMemory
 from common.messages import BlockRef, Offer, WireError
 from kv_transfer import tcp_wire as wire
-from kv_transfer.blocks import check_generations, check_source
+from kv_transfer.blocks import check_generations, check_readable, check_source
 
 _MAX_READERS = 1024
 _MAX_QUEUED_REFS = 1 << 20
@@ -30,6 +30,7 @@ class _Sending:
 
     read: int
     refs: tuple[BlockRef, ...]
+    secret: bytes
     sent_bytes: int = 0
     end: int = 0
 
@@ -153,11 +154,11 @@ class TcpServer:
     def _accept(self, reader: _Reader, read: wire.Read) -> None:
         try:
             check_source(read.refs, self._pool.num_blocks)
-            check_generations(read.refs, self._pool.generations)
+            check_readable(self._pool, read.refs, read.secret)
         except TransferError as error:
             self._say(reader, wire.Verdict(read.read, WireError.of(error)))
             return
-        reader.sending.append(_Sending(read.read, read.refs))
+        reader.sending.append(_Sending(read.read, read.refs, read.secret))
 
     # --- sending -------------------------------------------------------------------------------------
 
@@ -170,7 +171,7 @@ class TcpServer:
             if num_bytes > reader.credit_bytes:
                 return
             try:
-                check_generations([part.ref for part in parts], self._pool.generations)
+                check_readable(self._pool, [part.ref for part in parts], sending.secret)
             except TransferError as error:
                 reader.sending.popleft()
                 self._say(reader, wire.Verdict(sending.read, WireError.of(error)))

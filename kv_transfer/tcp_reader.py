@@ -95,7 +95,7 @@ class TcpReader:
             raise
         self._num_blocks = welcome.num_blocks
 
-    async def read(self, refs: Sequence[BlockRef], into: Sequence[BlockId]) -> None:
+    async def read(self, refs: Sequence[BlockRef], into: Sequence[BlockId], *, secret: bytes) -> None:
         if self._lost is not None:
             raise _again(self._lost)
         if self._socket is None or self._watch is None:
@@ -107,7 +107,7 @@ class TcpReader:
         total_bytes = len(refs) * self._pool.layout.block_bytes
         pull = _Pull(next(self._counter), tuple(into), total_bytes, self._loop.create_future())
         self._pulls[pull.read] = pull
-        self._say(wire.Read(pull.read, tuple(refs)))
+        self._say(wire.Read(pull.read, tuple(refs), secret))
         if self._pulls:
             self._watch.start()
         await settled(pull.over, lambda: self._give_up(pull))

@@ -11,7 +11,7 @@ from zmq.utils.monitor import recv_monitor_message
 from common.messages import BlockRef, Incarnation, KVLayout, WireError
 from kv_transfer.shared import Shared
 
-VERSION = 1
+VERSION = 2
 CHUNK_BYTES = 1 << 20
 WINDOW_BYTES = 8 << 20
 MAX_CONTROL_BYTES = 4 << 20
@@ -30,10 +30,11 @@ class Hello(Word, frozen=True):
 
 
 class Read(Word, frozen=True):
-    """`read` counts the reads of one reader upwards."""
+    """`read` counts the reads of one reader upwards; `secret` is the call's."""
 
     read: Count
     refs: tuple[BlockRef, ...]
+    secret: bytes
 
 
 class Credit(Word, frozen=True):

@@ -12,7 +12,7 @@ from common.errors import BatonError, PeerLostError, TransferError
 from common.kv_cache.memory import PoolMemory
 from common.messages import Offer, WireError
 from kv_transfer import ucx_wire as wire
-from kv_transfer.blocks import check_generations, check_source
+from kv_transfer.blocks import check_generations, check_readable, check_source
 from kv_transfer.stall import StallWatch
 from kv_transfer.ucx_engine import ENGINE
 
@@ -124,7 +124,7 @@ class _Service:
         payloads = [_FILLER] * len(read.refs)
         try:
             check_source(read.refs, self._pool.num_blocks)
-            check_generations(read.refs, self._pool.generations)
+            check_readable(self._pool, read.refs, read.secret)
             payloads = [self._pool.blocks[ref.block] for ref in read.refs]
         except TransferError as failure:
             error = failure

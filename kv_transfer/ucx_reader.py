@@ -66,7 +66,7 @@ class UcxReader:
         check_layout(self._pool.layout, greeting.layout)
         self._num_blocks = greeting.num_blocks
 
-    async def read(self, refs: Sequence[BlockRef], into: Sequence[BlockId]) -> None:
+    async def read(self, refs: Sequence[BlockRef], into: Sequence[BlockId], *, secret: bytes) -> None:
         if self._lost is not None:
             raise type(self._lost)(self._lost.message)
         if self._line is None:
@@ -74,21 +74,28 @@ class UcxReader:
         check_destination(refs, into, self._pool.num_blocks)
         check_source(refs, self._num_blocks)
         stopped = asyncio.Event()
-        read = asyncio.ensure_future(self._read(self._line, tuple(refs), tuple(into), stopped))
+        read = asyncio.ensure_future(self._read(self._line, tuple(refs), tuple(into), secret, stopped))
         self._reads.add(read)
         read.add_done_callback(self._reads.discard)
         await settled(read, stopped.set)
 
     async def _read(
-        self, line: wire.Line, refs: tuple[BlockRef, ...], into: tuple[BlockId, ...], stopped: asyncio.Event
+        self,
+        line: wire.Line,
+        refs: tuple[BlockRef, ...],
+        into: tuple[BlockId, ...],
+        secret: bytes,
+        stopped: asyncio.Event,
     ) -> None:
         for first in range(0, len(refs), wire.MAX_BATCH_BLOCKS):
             if stopped.is_set():
                 raise TransferError("ucx: the read was cancelled")
             part = slice(first, first + wire.MAX_BATCH_BLOCKS)
-            await self._read_batch(line, refs[part], into[part])
+            await self._read_batch(line, refs[part], into[part], secret)
 
-    async def _read_batch(self, line: wire.Line, refs: tuple[BlockRef, ...], into: tuple[BlockId, ...]) -> None:
+    async def _read_batch(
+        self, line: wire.Line, refs: tuple[BlockRef, ...], into: tuple[BlockId, ...], secret: bytes
+    ) -> None:
         """All blocks of the batch are in flight together; over when every receive has settled, whatever came."""
         batch = next(self._batches)
         verdict = self._verdicts[batch] = asyncio.get_running_loop().create_future()
@@ -99,7 +106,7 @@ class UcxReader:
             ]
             for receive in receives:
                 receive.add_done_callback(lambda _: self._watch.heard())
-            asked = line.say(wire.Read(batch, refs))
+            asked = line.say(wire.Read(batch, refs, secret))
             await wire.all_of([*receives, asked])
             error = (await verdict).error
         except PeerLostError as lost:

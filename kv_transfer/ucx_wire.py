@@ -18,6 +18,7 @@ from common.messages import BlockRef, Incarnation, KVLayout, WireError
 from kv_transfer.ucx_engine import ENGINE, said_by_ucx
 
 MAX_BATCH_BLOCKS = 256
+MAX_SECRET_BYTES = 64
 _MAX_WORD_BYTES = 1 << 16
 _WORD_TAG = 0
 _ABORT_NS = 2_000_000_000
@@ -39,10 +40,14 @@ class Hello(Word, frozen=True):
 
 
 class Read(Word, frozen=True):
-    """The reader has posted a receive for each of these blocks; every one of them will be sent something."""
+    """The reader has posted a receive for each of these blocks; every one of them will be sent something.
+
+    `secret` is the call's.
+    """
 
     batch: Count
     refs: Annotated[tuple[BlockRef, ...], msgspec.Meta(max_length=MAX_BATCH_BLOCKS)]
+    secret: Annotated[bytes, msgspec.Meta(max_length=MAX_SECRET_BYTES)]
 
 
 class Welcome(Word, frozen=True):

@@ -1,6 +1,7 @@
 """The prefill node's shell: one handler, thin around `role.PrefillCall`."""
 
 import asyncio
+import secrets
 from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any, assert_never
@@ -9,13 +10,15 @@ from common.config import NodeConfig
 from common.engine.events import Admit, Failed, Release, Reserved
 from common.engine.request import Progress
 from common.errors import BatonError, IncompatibleError
-from common.messages import Prefill, Pulled, Role
+from common.messages import BlocksReady, Prefill, Pulled, Role
 from common.model.runner import load_runner
 from common.node import NodeHost, keep_for_good, new_incarnation
 from common.rpc.base import IncomingCall, Network
 from kv_transfer.choose import serve_all
 from kv_transfer.layout import mismatch
 from prefill_node.role import Cancelled, Command, Emit, EndCall, Event, PrefillCall
+
+_SECRET_BYTES = 16
 
 
 def serve(config: NodeConfig, network: Network) -> Coroutine[Any, Any, None]:
@@ -65,11 +68,15 @@ class _PrefillShell:
         self._host = host
         self._call = call
         self._id = host.engine_id()
-        self._role = PrefillCall(body, id=self._id, incarnation=host.incarnation, now_s=host.clock.now_s())
+        self._request = body.request
+        self._secret = secrets.token_bytes(_SECRET_BYTES)
+        self._role = PrefillCall(
+            body, id=self._id, incarnation=host.incarnation, secret=self._secret, now_s=host.clock.now_s()
+        )
         self._ended: asyncio.Future[BatonError | None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
-        with self._host.port.listen(self._id, self._on_engine):
+        with self._host.port.listen(self._id, self._on_engine, owner=self._request):
             receiver = asyncio.create_task(self._receive())
             try:
                 self._obey(self._role.begin())
@@ -96,9 +103,14 @@ class _PrefillShell:
     def _obey(self, commands: list[Command]) -> None:
         for command in commands:
             match command:
-                case Admit() | Release():
+                case Admit():
+                    self._host.engine.post(command)
+                case Release():
+                    self._host.memory.grants.revoke(self._secret)
                     self._host.engine.post(command)
                 case Emit(item=item):
+                    if isinstance(item, BlocksReady):
+                        self._host.memory.grants.grant(item.secret, item.refs, request=self._request)
                     self._call.send(item)
                 case EndCall(error=error):
                     if not self._ended.done():

@@ -6,7 +6,8 @@
 
 1. The engine computes the prompt in chunks and draws one token; each chunk's finished blocks are
    announced at once (`BlocksReady`), the token last (`PrefillDone`).
-2. From then on the blocks are the reader's: they stay until it says Pulled or its call ends.
+2. From then on the blocks are the reader's: they stay until it says Pulled or its call ends. Until then, and no
+   longer, they can be read under the call's secret, which goes with every announcement.
 3. Whatever ends the call, exactly one Release reaches the engine and exactly one End the caller.
 """
 
@@ -53,10 +54,11 @@ _MOVES: dict[State, frozenset[State]] = {
 class PrefillCall:
     """The life of one Prefill call; `history` is its account of time."""
 
-    def __init__(self, body: Prefill, *, id: RequestId, incarnation: Incarnation, now_s: float) -> None:
+    def __init__(self, body: Prefill, *, id: RequestId, incarnation: Incarnation, secret: bytes, now_s: float) -> None:
         self._body = body
         self._id = id  # unique in this engine; the request's own id may come twice (another attempt)
         self._incarnation = incarnation
+        self._secret = secret
         self.state = State.COMPUTING
         self.history: list[tuple[State, float]] = [(State.COMPUTING, now_s)]
 
@@ -88,7 +90,8 @@ class PrefillCall:
     def _progressed(self, event: Progress, now_s: float) -> list[Command]:
         commands: list[Command] = []
         if event.ready:
-            commands.append(Emit(BlocksReady(owner=self._incarnation, first=event.first_ready, refs=event.ready)))
+            ready = BlocksReady(owner=self._incarnation, first=event.first_ready, refs=event.ready, secret=self._secret)
+            commands.append(Emit(ready))
         if event.stopped:
             assert event.token is not None, "a prefill request stops with its first token"
             self._move(State.HOLDING, now_s)

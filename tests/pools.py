@@ -7,7 +7,7 @@ import pytest
 
 from common.clock import new_id
 from common.kv_cache.memory import PoolMemory, allocate
-from common.messages import BlockId, BlockRef, Generation, Incarnation, KVLayout, LayerKV
+from common.messages import BlockId, BlockRef, Generation, Incarnation, KVLayout, LayerKV, RequestId
 from kv_transfer import ucx
 from kv_transfer.base import Transport
 from kv_transfer.memory import MemoryTransport
@@ -20,6 +20,8 @@ SMALL = KVLayout(block_size=4, dtype="float32", itemsize=4, layers=(LayerKV(2, 8
 LARGE = KVLayout(block_size=16, dtype="float32", itemsize=4, layers=(LayerKV(2, 64, 64),) * 4)
 HUGE = KVLayout(block_size=16, dtype="float32", itemsize=4, layers=(LayerKV(8, 128, 128),) * 20)  # 2.5 MiB a block
 GENERATION = Generation(7)
+SECRET = b"one open call's"
+"""Opens every block of an `owned_pool`."""
 
 MAKE: dict[str, Callable[[], Transport]] = {
     "memory": MemoryTransport,
@@ -40,6 +42,7 @@ def owned_pool(layout: KVLayout = SMALL, num_blocks: int = NUM_BLOCKS) -> PoolMe
     pool.blocks[:] = np.arange(layout.block_bytes) % 251  # a period that is no power of two: shifts show
     np.add(pool.blocks, np.arange(num_blocks, dtype=np.uint8)[:, None], out=pool.blocks)
     pool.generations[:] = GENERATION
+    pool.grants.grant(SECRET, refs(*range(num_blocks)), request=RequestId("the test's"))
     return pool
 
 

@@ -7,12 +7,13 @@ file descriptor over a unix socket and can map it for reading only (sealed again
 import fcntl
 import mmap
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from common.errors import ConfigError
+from common.kv_cache.grants import Grants
 from common.messages import Incarnation, KVLayout
 
 _PAGE = mmap.PAGESIZE
@@ -26,7 +27,7 @@ class PoolMemory:
     """A pool as bytes. `fd` is the memfd behind both arrays (-1 when the pool is not host memory).
 
     `generations[b]` moves before block `b` is first overwritten; reading one is atomic. In the file the
-    generations come first and the blocks start at `blocks_offset`.
+    generations come first and the blocks start at `blocks_offset`. `grants` says who may read what.
     """
 
     incarnation: Incarnation
@@ -35,6 +36,7 @@ class PoolMemory:
     generations: npt.NDArray[np.int64]  # [num_blocks]
     fd: int = -1
     blocks_offset: int = 0
+    grants: Grants = field(default_factory=Grants)
 
     @property
     def num_blocks(self) -> int:

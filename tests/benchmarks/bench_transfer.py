@@ -20,7 +20,7 @@ import numpy as np
 import uvloop
 
 from common.kv_cache.memory import PoolMemory, allocate
-from common.messages import BlockId, BlockRef, Generation, Incarnation, KVLayout, LayerKV, Offer
+from common.messages import BlockId, BlockRef, Generation, Incarnation, KVLayout, LayerKV, Offer, RequestId
 from common.registry import load
 from kv_transfer import ucx
 from kv_transfer.base import TRANSPORTS, BlockReader, Transport
@@ -29,6 +29,7 @@ NUM_BLOCKS = 192
 NUM_READ = 64
 BLOCK_BYTES = (368_640, 737_280)
 OWNER = Incarnation("0" * 32)
+SECRET = b"one open call's"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ async def _measure(name: str, block_bytes: int, num_rounds: int) -> Row:
     transport: Transport = load(TRANSPORTS, name, kind="transport")()
     reader = transport.reader(offer, owner=OWNER, pool=pool)
     await reader.open()
-    await reader.read(refs, into)
+    await reader.read(refs, into, secret=SECRET)
     row = await _rounds(name, reader, pool, refs, into, owner.pid, num_rounds)
     await reader.close()
     owner.stdin.close()
@@ -100,7 +101,7 @@ async def _rounds(
             pool.blocks[block] = other[ref.block]
         memcpys_s.append(time.perf_counter() - start_s)
         start_s, start_cpu_s = time.perf_counter(), time.process_time() + _cpu_s(owner_pid)
-        await reader.read(refs, into)
+        await reader.read(refs, into, secret=SECRET)
         reads_s.append(time.perf_counter() - start_s)
         cpu_s += time.process_time() + _cpu_s(owner_pid) - start_cpu_s
     read_s, memcpy_s = statistics.median(reads_s), statistics.median(memcpys_s)
@@ -124,6 +125,8 @@ def _cpu_s(pid: int) -> float:
 async def _own(name: str, block_bytes: int) -> None:
     pool = allocate(_layout(block_bytes), NUM_BLOCKS, OWNER)
     pool.blocks[:] = 1
+    every_block = [BlockRef(BlockId(block), Generation(0)) for block in range(NUM_BLOCKS)]
+    pool.grants.grant(SECRET, every_block, request=RequestId("the benchmark's"))
     transport: Transport = load(TRANSPORTS, name, kind="transport")()
     server = transport.serve(pool)
     print(msgspec.json.encode(await server.start()).decode(), flush=True)

@@ -14,7 +14,7 @@ import zmq
 from common.clock import new_id
 from common.errors import TransferError
 from common.kv_cache.memory import PoolMemory, allocate
-from common.messages import BlockId, BlockRef, Generation, Incarnation, KVLayout, LayerKV, Offer
+from common.messages import BlockId, BlockRef, Generation, Incarnation, KVLayout, LayerKV, Offer, RequestId
 from kv_transfer import tcp_owner, tcp_wire, ucx
 from kv_transfer.base import Transport
 from kv_transfer.shm import ShmTransport
@@ -22,13 +22,19 @@ from kv_transfer.tcp import TcpTransport
 from kv_transfer.ucx import UcxTransport
 
 LAYOUT = KVLayout(block_size=16, dtype="float32", itemsize=4, layers=(LayerKV(2, 64, 64),) * 4)
+SECRET = b"one open call's"
 JUNK = [b"", b"\0", b"\xff" * 64, b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 512]
+
+
+def ref(block: int, generation: int = 0) -> BlockRef:
+    return BlockRef(BlockId(block), Generation(generation))
 
 
 @pytest.fixture
 def source() -> PoolMemory:
     pool = allocate(LAYOUT, 16, Incarnation(new_id()))
     pool.blocks[:] = np.arange(16, dtype=np.uint8)[:, None]
+    pool.grants.grant(SECRET, [ref(block) for block in range(16)], request=RequestId("r"))
     return pool
 
 
@@ -42,9 +48,7 @@ async def serving(transport: Transport, source: PoolMemory) -> AsyncIterator[Off
         destination = allocate(LAYOUT, 16, Incarnation(new_id()))
         reader = transport.reader(offer, owner=source.incarnation, pool=destination)
         await reader.open()
-        await reader.read(
-            [BlockRef(BlockId(block), Generation(0)) for block in range(16)], [BlockId(block) for block in range(16)]
-        )
+        await reader.read([ref(block) for block in range(16)], [BlockId(block) for block in range(16)], secret=SECRET)
         await reader.close()
         np.testing.assert_array_equal(destination.blocks, source.blocks)
     finally:
@@ -70,7 +74,7 @@ async def test_shm_hangs_up_on_who_says_no_hello(source: PoolMemory, junk: bytes
 
 
 async def test_shm_hangs_up_on_who_says_nothing(source: PoolMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_transfer.shm._HELLO_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("kv_transfer.shm_owner._HELLO_TIMEOUT_S", 0.05)
     async with serving(ShmTransport(), source) as offer:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
             stranger.setblocking(False)
@@ -117,10 +121,6 @@ def stranger(tcp_offer: Offer) -> Iterator[Stranger]:
     made.close()
 
 
-def ref(block: int, generation: int = 0) -> BlockRef:
-    return BlockRef(BlockId(block), Generation(generation))
-
-
 @pytest.mark.parametrize("junk", JUNK)
 async def test_tcp_refuses_who_says_no_hello(stranger: Stranger, junk: bytes) -> None:
     stranger.say(junk)
@@ -144,13 +144,14 @@ async def test_tcp_refuses_a_message_above_its_limit_and_lives(stranger: Strange
     "words",
     [
         [tcp_wire.Credit(1)],
-        [tcp_wire.Read(0, (ref(0),)), tcp_wire.Read(0, (ref(0),))],
-        [tcp_wire.Read(0, (ref(0),)), tcp_wire.Credit(1 << 62)],
-        [tcp_wire.Read(0, tuple(ref(0) for _ in range(1 << 17))) for _ in range(1)] * 9,
+        [tcp_wire.Read(0, (ref(0),), SECRET), tcp_wire.Read(0, (ref(0),), SECRET)],
+        [tcp_wire.Read(0, (ref(0),), SECRET), tcp_wire.Credit(1 << 62)],
+        [tcp_wire.Read(0, tuple(ref(0) for _ in range(1 << 17)), SECRET) for _ in range(1)] * 9,
         ["Hello again"],
         [b"\x93\xa4Read\x00\x91\x92\xcf\xff\xff\xff\xff\xff\xff\xff\xff"],
-        [["Read", -1, [[0, 0]]]],
-        [["Read", 0, [["0", 0]]]],
+        [["Read", -1, [[0, 0]], SECRET]],
+        [["Read", 0, [["0", 0]], SECRET]],
+        [["Read", 0, [[0, 0]]]],
         [["Credit", -5]],
         [["Verdict", 0, None]],
     ],
@@ -166,7 +167,7 @@ async def test_tcp_drops_a_reader_that_breaks_the_protocol(
     stranger.say(*words)
     while not isinstance(await stranger.answer(), tcp_wire.Refuse):
         pass
-    stranger.say(tcp_wire.Read(7, (ref(0),)))
+    stranger.say(tcp_wire.Read(7, (ref(0),), SECRET))
     while not isinstance(await stranger.answer(), tcp_wire.Refuse):
         pass
 
@@ -175,7 +176,7 @@ async def test_tcp_drops_a_reader_that_breaks_the_protocol(
 async def test_tcp_answers_a_read_outside_the_pool_with_an_error(
     source: PoolMemory, stranger: Stranger, block: int
 ) -> None:
-    stranger.say(tcp_wire.Hello(tcp_wire.VERSION, source.incarnation), tcp_wire.Read(0, (ref(0), ref(block))))
+    stranger.say(tcp_wire.Hello(tcp_wire.VERSION, source.incarnation), tcp_wire.Read(0, (ref(0), ref(block)), SECRET))
     assert isinstance(await stranger.answer(), tcp_wire.Welcome)
     verdict = await stranger.answer()
     assert isinstance(verdict, tcp_wire.Verdict)
@@ -188,8 +189,8 @@ async def test_tcp_sends_no_more_than_the_window_to_a_reader_that_gives_no_credi
     num_refs = 2 * tcp_wire.WINDOW_BYTES // LAYOUT.block_bytes
     stranger.say(
         tcp_wire.Hello(tcp_wire.VERSION, source.incarnation),
-        tcp_wire.Read(0, tuple(ref(k % 16) for k in range(num_refs))),
-        tcp_wire.Read(1, (ref(16),)),  # refused at once: its verdict comes after all chunks that were sent
+        tcp_wire.Read(0, tuple(ref(k % 16) for k in range(num_refs)), SECRET),
+        tcp_wire.Read(1, (ref(16),), SECRET),  # refused at once: its verdict comes after all chunks that were sent
     )
     answers = [await stranger.answer()]
     while not isinstance(answers[-1], tcp_wire.Verdict):

@@ -17,12 +17,15 @@ import pytest_asyncio
 from common.clock import new_id
 from common.errors import PeerLostError, StaleBlockError, TransferError
 from common.kv_cache.memory import PoolMemory, allocate
-from common.messages import Incarnation, KVLayout
+from common.messages import Incarnation, KVLayout, RequestId
 from kv_transfer import ucx
 from kv_transfer.base import BlockReader, Transport
-from tests.pools import GENERATION, HUGE, LARGE, MAKE, NUM_BLOCKS, SMALL, ids, made, own_pool, owned_pool, refs
+from tests.pools import GENERATION, HUGE, LARGE, MAKE, NUM_BLOCKS, SECRET, SMALL, ids, made, own_pool, owned_pool, refs
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CHECKED_EACH_TIME = ["memory", "tcp", "ucx"]
+"""Transports whose owner looks at the secret of every read; see `kv_transfer.shm` for the other one."""
 
 
 @pytest.fixture(params=list(MAKE))
@@ -73,7 +76,7 @@ async def test_blocks_arrive_byte_for_byte_where_they_were_sent(
 ) -> None:
     source, destination = owned_pool(layout), own_pool(layout)
     async with connected(transport, source, destination) as reader:
-        await reader.read(refs(*blocks), ids(*into))
+        await reader.read(refs(*blocks), ids(*into), secret=SECRET)
     np.testing.assert_array_equal(destination.blocks[into], source.blocks[blocks])
     untouched = [block for block in range(NUM_BLOCKS) if block not in into]
     assert not destination.blocks[untouched].any()
@@ -82,14 +85,16 @@ async def test_blocks_arrive_byte_for_byte_where_they_were_sent(
 async def test_blocks_larger_than_any_buffer_arrive(transport: Transport) -> None:
     source, destination = owned_pool(HUGE, 5), allocate(HUGE, 5, Incarnation(new_id()))
     async with connected(transport, source, destination) as reader:
-        await reader.read(refs(4, 0, 1, 2, 3), ids(0, 1, 2, 3, 4))
+        await reader.read(refs(4, 0, 1, 2, 3), ids(0, 1, 2, 3, 4), secret=SECRET)
     np.testing.assert_array_equal(destination.blocks, source.blocks[[4, 0, 1, 2, 3]])
 
 
 async def test_reads_may_overlap(transport: Transport) -> None:
     source, destination = owned_pool(LARGE), own_pool(LARGE)
     async with connected(transport, source, destination) as reader:
-        await asyncio.gather(*(reader.read(refs(*range(k, 64, 8)), ids(*range(k, 64, 8))) for k in range(8)))
+        await asyncio.gather(
+            *(reader.read(refs(*range(k, 64, 8)), ids(*range(k, 64, 8)), secret=SECRET) for k in range(8))
+        )
     np.testing.assert_array_equal(destination.blocks, source.blocks)
 
 
@@ -100,9 +105,9 @@ async def test_two_readers_share_an_owner(transport: Transport) -> None:
     readers = [transport.reader(offer, owner=source.incarnation, pool=pool) for pool in (first, second)]
     for reader in readers:
         await reader.open()
-    await asyncio.gather(*(reader.read(refs(*range(64)), ids(*range(64))) for reader in readers))
+    await asyncio.gather(*(reader.read(refs(*range(64)), ids(*range(64)), secret=SECRET) for reader in readers))
     await readers[0].close()
-    await readers[1].read(refs(1), ids(2))
+    await readers[1].read(refs(1), ids(2), secret=SECRET)
     await readers[1].close()
     await server.close()
     np.testing.assert_array_equal(first.blocks, source.blocks)
@@ -114,9 +119,71 @@ async def test_a_generation_that_moved_before_the_read_is_stale(transport: Trans
     async with connected(transport, source, destination) as reader:
         source.generations[4] += 1
         with pytest.raises(StaleBlockError, match="block 4 is at generation 8, 7 was promised"):
-            await reader.read(refs(3, 4, 5), ids(3, 4, 5))
-        await reader.read(refs(3, 5), ids(0, 1))
+            await reader.read(refs(3, 4, 5), ids(3, 4, 5), secret=SECRET)
+        await reader.read(refs(3, 5), ids(0, 1), secret=SECRET)
     np.testing.assert_array_equal(destination.blocks[[0, 1]], source.blocks[[3, 5]])
+
+
+async def test_only_the_secret_of_an_open_call_reads_its_blocks(transport: Transport) -> None:
+    source, destination = owned_pool(), own_pool()
+    wrong = {"missing": b"", "wrong": b"a guess", "revoked": b"an ended call's"}
+    source.grants.grant(wrong["revoked"], refs(5), request=RequestId("ended"))
+    source.grants.revoke(wrong["revoked"])
+    async with connected(transport, source, destination) as reader:
+        for secret in wrong.values():
+            with pytest.raises(StaleBlockError):
+                await reader.read(refs(5), ids(9), secret=secret)
+        assert not destination.blocks.any()
+        await reader.read(refs(5), ids(9), secret=SECRET)
+    np.testing.assert_array_equal(destination.blocks[9], source.blocks[5])
+
+
+@pytest.mark.parametrize("transport", CHECKED_EACH_TIME, indirect=True)
+async def test_another_calls_secret_opens_its_own_blocks_only(transport: Transport) -> None:
+    source, destination = owned_pool(), own_pool()
+    source.grants.grant(b"another call's", refs(1, 2), request=RequestId("another"))
+    async with connected(transport, source, destination) as reader:
+        for blocks in ([5], [1, 5], [2, 1, 0]):
+            with pytest.raises(StaleBlockError):
+                await reader.read(refs(*blocks), ids(*range(len(blocks))), secret=b"another call's")
+        assert not destination.blocks[5:].any()
+        await reader.read(refs(2, 1), ids(0, 1), secret=b"another call's")
+    np.testing.assert_array_equal(destination.blocks[[0, 1]], source.blocks[[2, 1]])
+
+
+@pytest.mark.parametrize("transport", CHECKED_EACH_TIME, indirect=True)
+async def test_a_secret_opens_nothing_more_once_its_call_has_ended(transport: Transport) -> None:
+    source, destination = owned_pool(), own_pool()
+    async with connected(transport, source, destination) as reader:
+        await reader.read(refs(5), ids(9), secret=SECRET)
+        source.grants.revoke(SECRET)
+        with pytest.raises(StaleBlockError):
+            await reader.read(refs(5), ids(10), secret=SECRET)
+
+
+async def test_a_call_that_ends_during_its_read_breaks_no_other_read(transport: Transport) -> None:
+    source, destination = owned_pool(LARGE), own_pool(LARGE)
+    source.grants.grant(b"ends", refs(*range(32)), request=RequestId("ends"))
+    async with connected(transport, source, destination) as reader:
+        ends = asyncio.ensure_future(reader.read(refs(*range(32)), ids(*range(32)), secret=b"ends"))
+        goes_on = asyncio.ensure_future(reader.read(refs(*range(32, 64)), ids(*range(32, 64)), secret=SECRET))
+        await asyncio.sleep(0)
+        source.grants.revoke(b"ends")
+        await asyncio.wait([ends, goes_on])
+        assert ends.exception() is None or isinstance(ends.exception(), StaleBlockError)
+        assert goes_on.exception() is None
+    np.testing.assert_array_equal(destination.blocks[32:], source.blocks[32:])
+
+
+@pytest.mark.parametrize("transport", ["shm"], indirect=True)
+async def test_shared_memory_stays_in_view_once_a_secret_has_opened_it(transport: Transport) -> None:
+    """What `kv_transfer.shm` says of itself."""
+    source, destination = owned_pool(), own_pool()
+    async with connected(transport, source, destination) as reader:
+        await reader.read(refs(5), ids(9), secret=SECRET)
+        source.grants.revoke(SECRET)
+        await reader.read(refs(6), ids(9), secret=b"")
+    np.testing.assert_array_equal(destination.blocks[9], source.blocks[6])
 
 
 class Tripwire(np.ndarray[Any, Any]):
@@ -157,8 +224,8 @@ async def test_a_generation_that_moves_during_the_read_is_stale(transport: Trans
     async with connected(transport, served, landing) as reader:
         assert source.generations[6] == GENERATION
         with pytest.raises(StaleBlockError):
-            await reader.read(refs(5, 6), ids(0, 1))
-        await reader.read(refs(5, 7), ids(0, 1))
+            await reader.read(refs(5, 6), ids(0, 1), secret=SECRET)
+        await reader.read(refs(5, 7), ids(0, 1), secret=SECRET)
     np.testing.assert_array_equal(destination.blocks[[0, 1]], source.blocks[[5, 7]])
 
 
@@ -191,8 +258,8 @@ def replace_block_size(layout: KVLayout, block_size: int) -> KVLayout:
 async def test_ids_outside_a_pool_are_refused(transport: Transport, source: list[int], into: list[int]) -> None:
     async with connected(transport, owned_pool(), own_pool()) as reader:
         with pytest.raises(TransferError):
-            await reader.read(refs(*source), ids(*into))
-        await reader.read(refs(1), ids(1))
+            await reader.read(refs(*source), ids(*into), secret=SECRET)
+        await reader.read(refs(1), ids(1), secret=SECRET)
 
 
 async def test_nobody_at_the_address_is_a_transfer_error(transport: Transport) -> None:
@@ -211,7 +278,7 @@ async def test_a_cancelled_read_is_settled_when_it_returns(transport: Transport)
     source, destination = owned_pool(LARGE), own_pool(LARGE)
     async with connected(transport, source, destination) as reader:
         for num_turns in range(12):
-            read = asyncio.ensure_future(reader.read(refs(*range(32)), ids(*range(32))))
+            read = asyncio.ensure_future(reader.read(refs(*range(32)), ids(*range(32)), secret=SECRET))
             for _ in range(num_turns):
                 await asyncio.sleep(0)
             was_done = read.done()
@@ -219,7 +286,7 @@ async def test_a_cancelled_read_is_settled_when_it_returns(transport: Transport)
             await asyncio.wait([read])
             assert was_done or read.cancelled()
             destination.blocks[:32] = 170
-            await reader.read(refs(*range(32, 64)), ids(*range(32, 64)))
+            await reader.read(refs(*range(32, 64)), ids(*range(32, 64)), secret=SECRET)
             assert (destination.blocks[:32] == 170).all()
     np.testing.assert_array_equal(destination.blocks[32:], source.blocks[32:])
 
@@ -236,7 +303,7 @@ async def test_a_cancelled_read_does_not_return_while_a_copy_is_being_made(trans
             gate.wait(10)
 
     async with connected(transport, source, tripwired(destination, hold_up)) as reader:
-        read = asyncio.ensure_future(reader.read(refs(1, 3), ids(1, 3)))
+        read = asyncio.ensure_future(reader.read(refs(1, 3), ids(1, 3), secret=SECRET))
         await copying.wait()
         read.cancel()
         for _ in range(20):
@@ -251,7 +318,7 @@ async def test_a_cancelled_read_does_not_return_while_a_copy_is_being_made(trans
 async def test_closing_the_reader_ends_its_reads(transport: Transport) -> None:
     source, destination = owned_pool(LARGE), own_pool(LARGE)
     async with connected(transport, source, destination) as reader:
-        reads = [asyncio.ensure_future(reader.read(refs(*range(64)), ids(*range(64)))) for _ in range(4)]
+        reads = [asyncio.ensure_future(reader.read(refs(*range(64)), ids(*range(64)), secret=SECRET)) for _ in range(4)]
         await asyncio.sleep(0)
         await reader.close()
         destination.blocks[:] = 170
@@ -261,7 +328,7 @@ async def test_closing_the_reader_ends_its_reads(transport: Transport) -> None:
         assert any(errors)
         assert (destination.blocks == 170).all()
         with pytest.raises((TransferError, PeerLostError)):
-            await reader.read(refs(1), ids(1))
+            await reader.read(refs(1), ids(1), secret=SECRET)
 
 
 async def test_an_owner_that_closes_is_a_lost_peer(transport: Transport) -> None:
@@ -272,7 +339,7 @@ async def test_an_owner_that_closes_is_a_lost_peer(transport: Transport) -> None
     await server.close()
     with pytest.raises(PeerLostError):
         async with asyncio.timeout(2):
-            await reader.read(refs(1), ids(1))
+            await reader.read(refs(1), ids(1), secret=SECRET)
     await reader.close()
 
 
@@ -285,9 +352,9 @@ def left() -> tuple[int, int]:
 async def test_nothing_is_left_behind(transport: Transport) -> None:
     async def use() -> None:
         async with connected(transport, source, destination) as reader:
-            await reader.read(refs(*range(64)), ids(*range(64)))
+            await reader.read(refs(*range(64)), ids(*range(64)), secret=SECRET)
             with pytest.raises(StaleBlockError):
-                await reader.read(refs(1, generation=1), ids(1))
+                await reader.read(refs(1, generation=1), ids(1), secret=SECRET)
 
     source, destination = owned_pool(LARGE), own_pool(LARGE)
     await use()  # the first use starts what its library keeps for the process's life

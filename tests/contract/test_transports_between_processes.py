@@ -19,7 +19,7 @@ from common.kv_cache.memory import PoolMemory
 from common.messages import Incarnation, KVLayout, LayerKV, Offer
 from kv_transfer import ucx
 from kv_transfer.base import BlockReader
-from tests.pools import MAKE, ids, made, own_pool, refs
+from tests.pools import MAKE, SECRET, ids, made, own_pool, refs
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -86,7 +86,7 @@ async def test_blocks_cross_processes(owner: Owner) -> None:
     pool = own_pool(owner.layout)
     reader = reader_of(owner, pool)
     await reader.open()
-    await reader.read(refs(*range(63, -1, -1), generation=3), ids(*range(64)))
+    await reader.read(refs(*range(63, -1, -1), generation=3), ids(*range(64)), secret=SECRET)
     await reader.close()
     np.testing.assert_array_equal(pool.blocks, np.arange(63, -1, -1)[:, None].repeat(owner.layout.block_bytes, 1))
 
@@ -95,30 +95,30 @@ async def test_a_killed_owner_is_a_lost_peer(owner: Owner) -> None:
     reader = reader_of(owner, own_pool(owner.layout))
     await reader.open()
     reading = asyncio.ensure_future(read_for_ever(reader))
-    await reader.read(refs(1, generation=3), ids(1))
+    await reader.read(refs(1, generation=3), ids(1), secret=SECRET)
     owner.kill()
     async with asyncio.timeout(1):
         with pytest.raises(PeerLostError):
             await reading
         with pytest.raises(PeerLostError):
-            await reader.read(refs(1, generation=3), ids(1))
+            await reader.read(refs(1, generation=3), ids(1), secret=SECRET)
     await reader.close()
 
 
 async def read_for_ever(reader: BlockReader) -> None:
     while True:
-        await reader.read(refs(*range(2, 64), generation=3), ids(*range(2, 64)))
+        await reader.read(refs(*range(2, 64), generation=3), ids(*range(2, 64)), secret=SECRET)
 
 
 @pytest.mark.parametrize("owner", ["tcp", "ucx"], indirect=True)
 async def test_a_frozen_owner_is_a_lost_peer_after_the_deadline(owner: Owner) -> None:
     reader = reader_of(owner, own_pool(owner.layout), stall_timeout_s=0.3)
     await reader.open()
-    await reader.read(refs(1, generation=3), ids(1))
+    await reader.read(refs(1, generation=3), ids(1), secret=SECRET)
     owner.freeze()
     async with asyncio.timeout(3):
         with pytest.raises(PeerLostError, match=r"0\.3 s"):
-            await reader.read(refs(*range(64), generation=3), ids(*range(64)))
+            await reader.read(refs(*range(64), generation=3), ids(*range(64)), secret=SECRET)
     await reader.close()
 
 
@@ -126,6 +126,7 @@ async def test_a_frozen_owner_is_a_lost_peer_after_the_deadline(owner: Owner) ->
 async def test_shared_memory_needs_nothing_of_a_frozen_owner(owner: Owner) -> None:
     reader = reader_of(owner, own_pool(owner.layout))
     await reader.open()
+    await reader.read(refs(1, generation=3), ids(1), secret=SECRET)
     owner.freeze()
-    await reader.read(refs(*range(64), generation=3), ids(*range(64)))
+    await reader.read(refs(*range(64), generation=3), ids(*range(64)), secret=SECRET)
     await reader.close()

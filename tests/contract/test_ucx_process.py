@@ -25,7 +25,9 @@ async def connect():
     server = UcxTransport().serve(source)
     reader = UcxTransport().reader(await server.start(), owner=source.incarnation, pool=destination)
     await reader.open()
-    await reader.read([BlockRef(b, 0) for b in range(16)], list(range(16)))
+    refs = [BlockRef(b, 0) for b in range(16)]
+    source.grants.grant(b"secret", refs, request="")
+    await reader.read(refs, list(range(16)), secret=b"secret")
     assert (destination.blocks == 9).all()
     return server, reader
 

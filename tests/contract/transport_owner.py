@@ -10,19 +10,22 @@ import msgspec
 import numpy as np
 
 from common.kv_cache.memory import allocate
-from common.messages import Incarnation, KVLayout, LayerKV
+from common.messages import BlockId, BlockRef, Generation, Incarnation, KVLayout, LayerKV, RequestId
 from common.registry import load
 from kv_transfer.base import TRANSPORTS, Transport
 
 LAYOUT = KVLayout(block_size=16, dtype="float32", itemsize=4, layers=(LayerKV(2, 64, 64),) * 4)
 INCARNATION = Incarnation("0" * 31 + "1")
-GENERATION = 3
+GENERATION = Generation(3)
+SECRET = b"one open call's"
 
 
 async def main(name: str) -> None:
     pool = allocate(LAYOUT, 64, INCARNATION)
     pool.blocks[:] = np.arange(64, dtype=np.uint8)[:, None]
     pool.generations[:] = GENERATION
+    every_block = [BlockRef(BlockId(block), GENERATION) for block in range(64)]
+    pool.grants.grant(SECRET, every_block, request=RequestId("the test's"))
     transport: Transport = load(TRANSPORTS, name, kind="transport")()
     server = transport.serve(pool)
     offer = await server.start()

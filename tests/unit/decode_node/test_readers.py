@@ -24,7 +24,7 @@ class ScriptedReader:
 
     async def open(self) -> None: ...
 
-    async def read(self, refs: Sequence[BlockRef], into: Sequence[BlockId]) -> None:
+    async def read(self, refs: Sequence[BlockRef], into: Sequence[BlockId], *, secret: bytes) -> None:
         await self.gate.wait()
         if self.error is not None:
             raise self.error
@@ -46,7 +46,7 @@ class Bench:
         return "scripted", self.made[-1]
 
     async def read(self) -> None:
-        await self.readers.read(OWNER, [], [])
+        await self.readers.read(OWNER, [], [], secret=b"secret")
 
 
 async def test_one_reader_serves_all_reads_of_an_owner() -> None:

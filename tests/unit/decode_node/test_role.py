@@ -53,6 +53,7 @@ LAYOUT = KVLayout(16, "float32", 4, (LayerKV(1, 2, 2),))
 OWNER = Incarnation("owner")
 PREFILL = NodeAddress(NodeId("prefill-0"), OWNER, "memory://p")
 ID = RequestId("engine-1")
+SECRET = b"the prefill call's"
 
 
 def generate(num_tokens: int = 40, *, max_tokens: int = 8, prefill: NodeAddress | None = PREFILL) -> Generate:
@@ -82,7 +83,8 @@ def reserved(count: int = 3, num_cached: int = 0) -> Reserved:
 
 
 def ready(first: int, count: int) -> BlocksReady:
-    return BlocksReady(OWNER, first, tuple(BlockRef(BlockId(first + i), Generation(7)) for i in range(count)))
+    refs = tuple(BlockRef(BlockId(first + i), Generation(7)) for i in range(count))
+    return BlocksReady(OWNER, first, refs, SECRET)
 
 
 def kinds(commands: list[Command]) -> list[str]:
@@ -106,7 +108,7 @@ def test_blocks_are_pulled_as_announced_and_decoding_starts_when_all_have_landed
     call, _ = a_call(generate())
     feed(call, reserved())
     [first] = feed(call, ready(0, 2))
-    assert first == Pull(OWNER, 0, ready(0, 2).refs, blocks(2))
+    assert first == Pull(OWNER, 0, ready(0, 2).refs, blocks(2), SECRET)
     [second] = feed(call, ready(2, 1))
     assert isinstance(second, Pull)
     assert second.into == (BlockId(102),)

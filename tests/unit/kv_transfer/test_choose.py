@@ -8,9 +8,9 @@ import pytest
 from common.clock import new_id
 from common.errors import ConfigError, TransferError
 from common.kv_cache.memory import PoolMemory, allocate
-from common.messages import BlockId, BlockRef, Generation, Incarnation, KVLayout, LayerKV, Offer
+from common.messages import BlockId, BlockRef, Generation, Incarnation, KVLayout, LayerKV, Offer, RequestId
 from kv_transfer import choose
-from kv_transfer.shm import this_host
+from kv_transfer.shm_wire import this_host
 
 LAYOUT = KVLayout(block_size=4, dtype="float32", itemsize=4, layers=(LayerKV(1, 8, 8),))
 SLOW_UCX = Offer("ucx", "ucx://127.0.0.1:1?secret=0&fast=0")
@@ -21,6 +21,7 @@ SHM, TCP = Offer("shm", "nobody", this_host()), Offer("tcp", "tcp://127.0.0.1:1"
 def pool() -> PoolMemory:
     made = allocate(LAYOUT, 4, Incarnation(new_id()))
     made.blocks[:] = 5
+    made.grants.grant(b"secret", [BlockRef(BlockId(1), Generation(0))], request=RequestId("r"))
     return made
 
 
@@ -42,7 +43,7 @@ async def test_auto_serves_and_takes_shared_memory_on_one_host(closing: AsyncExi
     offers = await served(source, "auto", closing)
     assert {"shm", "tcp"} <= {offer.transport for offer in offers}
     name, reader = await choose.connect(offers, owner=source.incarnation, pool=destination, wanted="auto")
-    await reader.read([BlockRef(BlockId(1), Generation(0))], [BlockId(2)])
+    await reader.read([BlockRef(BlockId(1), Generation(0))], [BlockId(2)], secret=b"secret")
     await reader.close()
     assert name == "shm"
     np.testing.assert_array_equal(destination.blocks[2], source.blocks[1])

@@ -21,13 +21,14 @@ from common.messages import (
 from prefill_node.role import Cancelled, Emit, EndCall, Event, PrefillCall, State
 
 ID = RequestId("engine-1")
+SECRET = b"the call's own"
 REFS = (BlockRef(BlockId(3), Generation(1)), BlockRef(BlockId(4), Generation(1)))
 
 
 def a_call() -> PrefillCall:
     layout = KVLayout(16, "float32", 4, (LayerKV(1, 2, 2),))
     body = Prefill(RequestId("r"), 0, "digest", [1, 2, 3], 3, Sampling(max_tokens=50, seed=1), layout)
-    return PrefillCall(body, id=ID, incarnation=Incarnation("me"), now_s=0.0)
+    return PrefillCall(body, id=ID, incarnation=Incarnation("me"), secret=SECRET, now_s=0.0)
 
 
 def test_prefill_computes_one_token_and_keeps_the_blocks() -> None:
@@ -41,7 +42,7 @@ def test_finished_blocks_are_announced_before_the_token() -> None:
     call = a_call()
     commands = call.handle(Progress(ID, 3, token=9, stopped=True, first_ready=1, ready=REFS), now_s=2.0)
     assert commands == [
-        Emit(BlocksReady(Incarnation("me"), 1, REFS)),
+        Emit(BlocksReady(Incarnation("me"), 1, REFS, SECRET)),
         Emit(PrefillDone(token=9, phases={"compute": 2.0})),
     ]
     assert call.state is State.HOLDING
