@@ -18,7 +18,7 @@ from common.model.fake import FakeRunner, fake_layout, fake_oracle
 from common.node import NodeHost, new_incarnation
 from common.rpc.call import LinkTimes
 from common.rpc.memory import MemoryNetwork
-from coordinator.core.state import Patience
+from coordinator.core.record import Patience
 from coordinator.server import Coordinator
 from decode_node.node import DecodeNode
 from decode_node.readers import Readers
@@ -69,7 +69,8 @@ class Node:
     def is_empty(self) -> bool:
         load = self.load
         held = load.num_calls, load.num_waiting, load.num_running, load.leased_blocks
-        return held == (0, 0, 0, 0) and load.free_blocks == self.host.memory.num_blocks
+        memory = self.host.memory
+        return held == (0, 0, 0, 0) and load.free_blocks == memory.num_blocks and not memory.grants.requests
 
 
 class Cluster:
