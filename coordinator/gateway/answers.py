@@ -37,9 +37,9 @@ class Envelope:
     @property
     def headers(self) -> dict[str, str]:
         headers = {"x-request-id": self.label}
-        routed = self.session.routed
-        if routed is not None:
-            headers["x-baton-path"] = "decode-only" if routed.prefill is None else "prefill-decode"
+        path = self.session.path
+        if path:
+            headers["x-baton-path"] = replies.PATHS.get(path, path)
         return headers
 
     def usage(self, text: TextStream) -> dict[str, object]:

@@ -142,6 +142,8 @@ class Gateway:
             created_s=arrived_s,
             deadline_s=arrived_s + self._config.request_timeout_s,
             max_attempts=self._config.max_attempts,
+            patience_s=self._config.patience_s,
+            stream_patience_s=self._config.stream_patience_s,
         )
 
     def _answer(
@@ -197,6 +199,7 @@ class Gateway:
             cached_tokens=session.cached_tokens,
             output_tokens=num_output_tokens,
             attempts=session.attempt,
+            path=session.path,
             **{f"{phase}_s": round(seconds, 4) for phase, seconds in session.phases().items()},
         )
 

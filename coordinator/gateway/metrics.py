@@ -14,6 +14,7 @@ from prometheus_client import (
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from coordinator.gateway import replies
 from coordinator.gateway.session import Session
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -84,6 +85,15 @@ class GatewayMetrics:
         self.output_tokens = Counter("baton_gateway_output_tokens", "Tokens delivered", registry=registry)
         self.attempts = Counter("baton_gateway_attempts", "Routes asked for, retries included", registry=registry)
         self.failovers = Counter("baton_gateway_failovers", "Attempts made again after a failure", registry=registry)
+        self.moves = Counter(
+            "baton_gateway_moves", "Attempts made again because their node is being drained", registry=registry
+        )
+        self.prompts = Counter(
+            "baton_prompts",
+            "Attempts that brought tokens, by how their prompt was computed",
+            ("path",),
+            registry=registry,
+        )
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -95,6 +105,9 @@ class GatewayMetrics:
         self.output_tokens.inc(num_output_tokens)
         self.attempts.inc(session.attempt)
         self.failovers.inc(session.num_failovers)
+        self.moves.inc(session.num_moves)
+        for path in session.paths:
+            self.prompts.labels(replies.PATHS.get(path, path)).inc()
         self.duration.observe(session.history[-1].at_s - session.created_s)
         for phase, seconds in session.phases().items():
             self.phase.labels(phase).inc(seconds)

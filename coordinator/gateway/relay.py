@@ -11,11 +11,12 @@ from typing import Protocol, assert_never
 
 from common import telemetry
 from common.clock import Clock
-from common.errors import BatonError, InternalError
-from common.messages import FinishReason, ItemBody, Tokens
+from common.errors import BatonError, InternalError, PeerLostError
+from common.messages import FinishReason, ItemBody, Leaving, Tokens
 from common.rpc.base import Client, OutgoingCall
 from coordinator.gateway.metrics import GatewayMetrics
-from coordinator.gateway.session import (
+from coordinator.gateway.session import Session, SessionStatus
+from coordinator.gateway.session_events import (
     AskRoute,
     AttemptEnded,
     AttemptFailed,
@@ -29,11 +30,11 @@ from coordinator.gateway.session import (
     Prepared,
     RouteArrived,
     RouteRefused,
-    Session,
     SessionCommand,
-    SessionStatus,
     StopStringFound,
     TokensArrived,
+    WaitEnded,
+    WaitForCluster,
 )
 from coordinator.gateway.watch import ClusterWatch
 
@@ -78,6 +79,8 @@ class Relay:
         self._clock = clock
         self._metrics = metrics
         self._last_token_s: float | None = None
+        self._seen = 0
+        """The cluster's changes before the route was last asked for."""
 
     async def run(self) -> None:
         """Until the session has ended. Raises CancelledError or ConnectionResetError if the client has gone."""
@@ -111,6 +114,8 @@ class Relay:
                     await self._deliver(tokens)
                 case AskRoute():
                     following = await self._route(command)
+                case WaitForCluster():
+                    following = await self._wait(command)
                 case OpenAttempt():
                     following = await self._attempt(command)
                 case CancelAttempt():
@@ -124,11 +129,17 @@ class Relay:
         return following
 
     async def _route(self, command: AskRoute) -> list[SessionCommand]:
+        self._seen = self._cluster.num_changes
         try:
             routed, digest = await self._cluster.route(command.body)
         except BatonError as error:
+            log.debug("route refused", request=self._session.id, attempt=command.attempt, error=error.message)
             return self._session.handle(RouteRefused(self._clock.now_s(), command.attempt, error))
         return self._session.handle(RouteArrived(self._clock.now_s(), command.attempt, routed, digest))
+
+    async def _wait(self, command: WaitForCluster) -> list[SessionCommand]:
+        await self._cluster.changes_after(self._seen, within_s=command.at_most_s)
+        return self._session.handle(WaitEnded(self._clock.now_s(), command.attempt))
 
     async def _attempt(self, command: OpenAttempt) -> list[SessionCommand]:
         call = self._client.open(
@@ -141,12 +152,25 @@ class Relay:
             async with call:
                 return await self._relay(call, command.attempt)
         except BatonError as error:
+            node = command.node
+            log.info(
+                "attempt failed",
+                request=self._session.id,
+                attempt=command.attempt,
+                node=node.node,
+                incarnation=node.incarnation[:8],
+                error=error.message,
+            )
+            if isinstance(error, PeerLostError):
+                self._cluster.lost(node.incarnation)
             return self._session.handle(AttemptFailed(self._clock.now_s(), command.attempt, error))
 
     async def _relay(self, call: OutgoingCall, attempt: int) -> list[SessionCommand]:
         session, answer, now_s = self._session, self._answer, self._clock.now_s
         items = aiter(call)
         async for item in items:
+            if isinstance(item, Leaving):
+                continue  # what the node cannot hand over it ends with MovedError
             assert isinstance(item, Tokens)
             await self._execute(session.handle(TokensArrived(now_s(), attempt, item)))
             if session.status is SessionStatus.ENDED:

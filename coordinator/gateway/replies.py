@@ -21,6 +21,28 @@ _STATUS = {
 }
 _UNAVAILABLE = (503, "server_error", "service_unavailable")
 
+_INTERRUPTED = "the request was interrupted on its way between two nodes"
+_WORDS = {
+    ErrorCode.PEER_LOST: "the node serving this request was lost",
+    ErrorCode.MOVED: "the node serving this request is being drained",
+    ErrorCode.CANCELLED: "the node serving this request has stopped",
+    ErrorCode.INCOMPATIBLE: "the nodes that could serve this request do not fit each other",
+    ErrorCode.TRANSFER: _INTERRUPTED,
+    ErrorCode.STALE_BLOCK: _INTERRUPTED,
+    ErrorCode.DEADLINE: "the request's deadline has passed",
+    ErrorCode.CONFIG: "the server is misconfigured",
+    ErrorCode.INTERNAL: "the server failed on this request",
+}
+"""What clients read instead of messages that name processes, addresses or our own code: those are for the log."""
+
+PATHS = {
+    "prefill": "prefill-decode",
+    "home": "decode-only",
+    "fallback": "decode-fallback",
+    "handover": "handover",
+}
+"""`Tokens.path` in the words of the x-baton-path header and of the metric."""
+
 
 def status_of(error: BatonError) -> int:
     return _STATUS.get(error.code, _UNAVAILABLE)[0]
@@ -29,7 +51,7 @@ def status_of(error: BatonError) -> int:
 def error_body(error: BatonError) -> dict[str, object]:
     _, kind, code = _STATUS.get(error.code, _UNAVAILABLE)
     param = "model" if error.code is ErrorCode.MODEL_NOT_FOUND else getattr(error, "param", None)
-    return http_error_body(error.message, kind=kind, param=param, code=code)
+    return http_error_body(_WORDS.get(error.code, error.message), kind=kind, param=param, code=code)
 
 
 def error_headers(error: BatonError) -> dict[str, str]:

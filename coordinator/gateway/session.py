@@ -1,9 +1,11 @@
 """One HTTP request's life: routed, attempted, perhaps attempted again, ended exactly once.
 
-    PREPARING ─> ROUTING ──> WAITING ──> STREAMING ──> ENDED (finished | failed | cancelled)
-                 ▲  │          │            │           ▲
-                 │  └──────────┼────────────┼───────────┘
-                 └─────────────┴────────────┘  the attempt failed, another node may do better
+                   ┌── asks again ── PARKED
+                   v                   ^ nobody can take it now
+    PREPARING ─> ROUTING ──────────────┘
+                 ▲  │
+                 │  └────> WAITING ──> STREAMING ──> ENDED (finished | failed | cancelled; from anywhere)
+                 └────────────┴────────────┘  the attempt failed, another node may do better
 
 Rules, referred to by the tests:
 
@@ -12,12 +14,21 @@ R1. Delivered tokens are facts. A new attempt carries prompt + delivered tokens 
 R2. Events name their attempt. News of any but the current attempt, and any news after the end, is
     dropped at the top of `handle`, nowhere else.
 R3. An attempt that failed at a node (NodeError, TransferError) is made again while the budget of attempts and
-    the deadline allow; any other error ends the request. A failed transfer condemns the prefill node,
-    everything else the decode node: that incarnation is excluded from the next route.
-R4. A refused route ends the request. If an attempt failed before, its error is the one to show: the
+    the deadline allow; any other error ends the request. Two failures cost nothing of that budget: a node that
+    let go of the request because it is being drained (MovedError, at most `MAX_MOVES` times), and a node that
+    refused a stream that has begun (R4 bounds that one).
+R4. A route refused for want of a node parks the request: it asks again, under the same attempt, when the cluster
+    has changed, when an exclusion ends or when the refusal said so. That goes on for `patience_s` since the last
+    token, counted from where the waiting began, and at least once more after each wait: a pause of our own is
+    nobody else's silence. A stream that has begun has no status left to refuse with: it waits out everything that
+    may pass, for `stream_patience_s`. A full node is no missing node: before the first token its refusal is the
+    answer as soon as no other node is left.
+R5. If an attempt failed before the route was refused for want of a node, its error is the one to show: the
     refusal only follows from it.
-R5. An attempt that delivered all there was to deliver, but died before saying so, has finished.
-R6. Exactly one Finish or Fail is ever returned, or none if the client left; whatever is open is cancelled with it.
+R6. A failed transfer condemns the prefill node, everything else the decode node. That incarnation is excluded from
+    the next routes until the request has waited and `exclusion_s` are over: it may have been paused or cut off only.
+R7. An attempt that delivered all there was to deliver, but died before saying so, has finished.
+R8. Exactly one Finish or Fail is ever returned, or none if the client left; whatever is open is cancelled with it.
 """
 
 from collections.abc import Sequence
@@ -29,16 +40,47 @@ from common.errors import (
     BatonError,
     DeadlineError,
     InvalidTransition,
+    MovedError,
     NodeError,
+    NoPrefillError,
+    OverloadedError,
     PeerLostError,
     TransferError,
+    UnavailableError,
 )
-from common.messages import FinishReason, Generate, Incarnation, NodeAddress, RequestId, Route, Routed, Sampling, Tokens
+from common.messages import FinishReason, Generate, Incarnation, RequestId, Route, Routed, Sampling
+from coordinator.gateway.session_events import (
+    AskRoute,
+    AttemptEnded,
+    AttemptFailed,
+    CancelAttempt,
+    ClientGone,
+    DeadlinePassed,
+    Deliver,
+    Fail,
+    Finish,
+    OpenAttempt,
+    Prepared,
+    RouteArrived,
+    RouteRefused,
+    SessionCommand,
+    SessionEvent,
+    StopStringFound,
+    TokensArrived,
+    WaitEnded,
+    WaitForCluster,
+)
+
+MAX_MOVES = 16
+ASK_AGAIN_S = 1.0
+"""A parked request asks again after this long if the refusal does not say when."""
+_SHORTEST_WAIT_S = 0.05
 
 
 class SessionStatus(StrEnum):
     PREPARING = "preparing"
     ROUTING = "routing"
+    PARKED = "parked"
     WAITING = "waiting"
     STREAMING = "streaming"
     ENDED = "ended"
@@ -46,7 +88,8 @@ class SessionStatus(StrEnum):
 
 _MOVES: dict[SessionStatus, tuple[SessionStatus, ...]] = {
     SessionStatus.PREPARING: (SessionStatus.ROUTING, SessionStatus.ENDED),
-    SessionStatus.ROUTING: (SessionStatus.WAITING, SessionStatus.ROUTING, SessionStatus.ENDED),
+    SessionStatus.ROUTING: (SessionStatus.WAITING, SessionStatus.ROUTING, SessionStatus.PARKED, SessionStatus.ENDED),
+    SessionStatus.PARKED: (SessionStatus.ROUTING, SessionStatus.ENDED),
     SessionStatus.WAITING: (SessionStatus.STREAMING, SessionStatus.ROUTING, SessionStatus.ENDED),
     SessionStatus.STREAMING: (SessionStatus.ROUTING, SessionStatus.ENDED),
     SessionStatus.ENDED: (),
@@ -65,121 +108,9 @@ class Transition(NamedTuple):
     why: str
 
 
-# --- events -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The prompt is tokenised and within limits."""
-
+class Exclusion(NamedTuple):
     at_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class RouteArrived:
-    """`model_digest` is that of the routed decode node."""
-
-    at_s: float
-    attempt: int
-    routed: Routed
-    model_digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class RouteRefused:
-    at_s: float
-    attempt: int
-    error: BatonError
-
-
-@dataclass(frozen=True, slots=True)
-class TokensArrived:
-    at_s: float
-    attempt: int
-    item: Tokens
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptFailed:
-    at_s: float
-    attempt: int
-    error: BatonError
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptEnded:
-    """The call ended well, though its last item named no finish reason."""
-
-    at_s: float
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class StopStringFound:
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class ClientGone:
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class DeadlinePassed:
-    at_s: float
-
-
-SessionEvent = (
-    Prepared
-    | RouteArrived
-    | RouteRefused
-    | TokensArrived
-    | AttemptFailed
-    | AttemptEnded
-    | StopStringFound
-    | ClientGone
-    | DeadlinePassed
-)
-
-# --- commands ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class AskRoute:
-    attempt: int
-    body: Route
-
-
-@dataclass(frozen=True, slots=True)
-class OpenAttempt:
-    attempt: int
-    node: NodeAddress
-    body: Generate
-
-
-@dataclass(frozen=True, slots=True)
-class CancelAttempt:
-    """Stop asking for this attempt's route, or end its call."""
-
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Deliver:
-    tokens: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    reason: FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    error: BatonError
-
-
-SessionCommand = AskRoute | OpenAttempt | CancelAttempt | Deliver | Finish | Fail
+    why: str
 
 
 @dataclass(slots=True, eq=False)
@@ -193,22 +124,31 @@ class Session:
     created_s: float
     deadline_s: float
     max_attempts: int
+    patience_s: float = 5.0
+    stream_patience_s: float = 60.0
+    exclusion_s: float = 2.0
     status: SessionStatus = SessionStatus.PREPARING
     outcome: Outcome | None = None
     delivered: list[int] = field(default_factory=list)
     attempt: int = 0
-    excluded: dict[Incarnation, str] = field(default_factory=dict)
-    """Incarnation -> why it is not to be routed to."""
+    num_failed: int = 0
+    """Attempts that count against `max_attempts`."""
+    num_moves: int = 0
+    excluded: dict[Incarnation, Exclusion] = field(default_factory=dict)
+    """Who is not to be routed to (R6)."""
     routed: Routed | None = None
     cached_tokens: int = 0
     """Prompt tokens that the first attempt found computed."""
     node_phases: dict[str, float] = field(default_factory=dict)
     """What the last attempt's node says about its own time."""
+    paths: list[str] = field(default_factory=list)
+    """How the prompt was computed (`Tokens.path`), for each attempt that brought a token."""
     history: list[Transition] = field(default_factory=list)
     num_late: int = 0
     """Events dropped by R2."""
     _digest: str = ""
     _last_error: BatonError | None = None
+    _waiting_since_s: float | None = None
 
     def __post_init__(self) -> None:
         self.history.append(Transition(self.created_s, self.status, "request"))
@@ -222,11 +162,13 @@ class Session:
             case TokensArrived():
                 return self._tokens(event)
             case Prepared(at_s):
-                return self._ask_route(at_s, "prepared")
+                return self._ask_next(at_s, "prepared")
             case RouteArrived():
                 return self._open(event)
             case RouteRefused(at_s, _, error):
-                return self._fail(at_s, self._last_error or error)
+                return self._route_refused(at_s, error)
+            case WaitEnded(at_s):
+                return self._ask_again(at_s)
             case AttemptFailed(at_s, _, error):
                 return self._attempt_failed(at_s, error)
             case AttemptEnded(at_s, attempt):
@@ -250,8 +192,20 @@ class Session:
         return seconds
 
     @property
+    def path(self) -> str:
+        """How the prompt was computed for the last attempt that brought a token, or is to be; "" before any route."""
+        return self.paths[-1] if self.paths else self._planned_path
+
+    @property
+    def _planned_path(self) -> str:
+        if self.routed is None:
+            return ""
+        return "home" if self.routed.prefill is None else "prefill"
+
+    @property
     def num_failovers(self) -> int:
-        return max(0, self.attempt - 1)
+        """Attempts made again after a failure; those that only moved are not among them."""
+        return max(0, self.attempt - 1 - self.num_moves)
 
     def check_invariants(self) -> None:
         assert (self.outcome is not None) == (self.status is SessionStatus.ENDED)
@@ -259,17 +213,61 @@ class Session:
         assert all(a.at_s <= b.at_s for a, b in zip(self.history, self.history[1:], strict=False))
         assert all(b.status in _MOVES[a.status] for a, b in zip(self.history, self.history[1:], strict=False))
         assert len(self.delivered) <= self.sampling.max_tokens
-        assert self.attempt <= self.max_attempts
+        assert self.num_failed <= self.max_attempts
+        assert self.num_moves <= MAX_MOVES + 1
         assert len(self.excluded) <= self.attempt
         assert 0 <= self.cached_tokens <= len(self.prompt)
 
     # --- moves --------------------------------------------------------------------------------------------
 
+    def _ask_next(self, at_s: float, why: str) -> list[SessionCommand]:
+        self.attempt += 1
+        return self._ask_route(at_s, why)
+
     def _ask_route(self, at_s: float, why: str) -> list[SessionCommand]:
         self._move(SessionStatus.ROUTING, at_s, why)
-        self.attempt += 1
         num_tokens = len(self.prompt) + len(self.delivered)
         return [AskRoute(self.attempt, Route(self.model, num_tokens, tuple(self.excluded)))]
+
+    def _ask_again(self, at_s: float) -> list[SessionCommand]:
+        if at_s >= self.deadline_s:
+            return self._fail(at_s, DeadlineError("the request's deadline has passed"))
+        self.excluded = {
+            incarnation: exclusion
+            for incarnation, exclusion in self.excluded.items()
+            if at_s < exclusion.at_s + self.exclusion_s
+        }
+        return self._ask_route(at_s, "waited")
+
+    def _route_refused(self, at_s: float, error: BatonError) -> list[SessionCommand]:
+        if self._may_pass(error):
+            patience_s = self._patience_left_s(at_s)
+            if patience_s > 0:
+                self._move(SessionStatus.PARKED, at_s, error.code.value)
+                return [WaitForCluster(self.attempt, min(patience_s, self._next_chance_s(at_s, error)))]
+        if isinstance(error, UnavailableError):  # R5
+            error = self._last_error or error
+        return self._fail(at_s, error)
+
+    def _may_pass(self, refusal: BatonError) -> bool:
+        """R4: may a route that was refused be granted later?"""
+        if self.delivered:
+            return isinstance(refusal, NodeError)
+        is_full = isinstance(self._last_error, OverloadedError)
+        return isinstance(refusal, UnavailableError) and not isinstance(refusal, NoPrefillError) and not is_full
+
+    def _patience_left_s(self, at_s: float) -> float:
+        """Starts the clock if it does not run yet."""
+        if self._waiting_since_s is None:
+            self._waiting_since_s = at_s
+        limit_s = self.stream_patience_s if self.delivered else self.patience_s
+        return self._waiting_since_s + limit_s - at_s
+
+    def _next_chance_s(self, at_s: float, refusal: BatonError) -> float:
+        """How long to wait for a change at most."""
+        ends_s = [exclusion.at_s + self.exclusion_s for exclusion in self.excluded.values()]
+        next_s = min(*ends_s, self.deadline_s, at_s + (refusal.retry_after_s or ASK_AGAIN_S))
+        return max(_SHORTEST_WAIT_S, next_s - at_s)
 
     def _open(self, event: RouteArrived) -> list[SessionCommand]:
         decode = event.routed.decode
@@ -297,11 +295,17 @@ class Session:
         if self.status is not SessionStatus.STREAMING:
             if not self.delivered:
                 self.cached_tokens = min(item.cached_tokens, len(self.prompt))
+            self.paths.append(item.path or self._planned_path)
             self._move(SessionStatus.STREAMING, event.at_s, "first token of the attempt")
+        elif item.path:
+            self.paths[-1] = item.path
         room = self.sampling.max_tokens - len(self.delivered)
         tokens = item.tokens if len(item.tokens) <= room else item.tokens[:room]
-        self.delivered += tokens
-        commands: list[SessionCommand] = [Deliver(tokens)] if tokens else []
+        commands: list[SessionCommand] = []
+        if tokens:
+            self.delivered += tokens
+            self._waiting_since_s = None
+            commands.append(Deliver(tokens))
         if item.finish is not None:
             self.node_phases = item.phases or {}
             return commands + self._finish(event.at_s, item.finish, "finished by the node")
@@ -315,19 +319,33 @@ class Session:
         reason = self._complete()
         if reason is not None:
             return self._finish(at_s, reason, "complete when the attempt failed")
-        if incarnation is None:
-            incarnation = self._condemned(error)
+        incarnation = incarnation or self._condemned(error)
         if incarnation is not None:
-            self.excluded[incarnation] = error.code.value
-        self._last_error = error
-        if not isinstance(error, NodeError | TransferError) or self.attempt >= self.max_attempts:
+            self.excluded[incarnation] = Exclusion(at_s, error.code.value)
+        if not self._is_worth_another(at_s, error):
             return self._fail(at_s, error)
         if at_s >= self.deadline_s:
             return self._fail(at_s, DeadlineError("the request's deadline has passed"))
-        return self._ask_route(at_s, error.code.value)
+        return self._ask_next(at_s, error.code.value)
+
+    def _is_worth_another(self, at_s: float, error: BatonError) -> bool:
+        """R3. Takes it off the budget that it belongs to."""
+        match error:
+            case MovedError():
+                self.num_moves += 1
+                return self.num_moves <= MAX_MOVES
+            case OverloadedError() | UnavailableError() if self.delivered:
+                self._last_error = error
+                return self._patience_left_s(at_s) > 0
+            case NodeError() | TransferError():
+                self._last_error = error
+                self.num_failed += 1
+                return self.num_failed < self.max_attempts
+            case _:
+                return False
 
     def _complete(self) -> FinishReason | None:
-        """R5."""
+        """R7."""
         if len(self.delivered) >= self.sampling.max_tokens:
             return FinishReason.LENGTH
         if self.delivered and self.delivered[-1] in self.sampling.stop_token_ids:
@@ -335,7 +353,7 @@ class Session:
         return None
 
     def _condemned(self, error: BatonError) -> Incarnation | None:
-        """R3: who is to be avoided after this error."""
+        """R6: who is to be avoided after this error."""
         if self.routed is None:
             return None
         if isinstance(error, TransferError) and self.routed.prefill is not None:

@@ -19,8 +19,6 @@ log = telemetry.logger(__name__)
 
 FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 2.0
-PATIENCE_S = 3.0
-"""How long a request waits for a coordinator to come back: a restarted one knows all within a second."""
 ROUTE_TIMEOUT_S = 2.0
 VIEW_LAG_S = 1.0
 
@@ -33,6 +31,12 @@ class ClusterWatch:
         self._coordinators = tuple(coordinators)
         self._clock = clock
         self._changed = asyncio.Event()
+        self._silent: dict[str, None] = {}
+        """Coordinators that let the last route go unanswered."""
+        self._lost: dict[Incarnation, None] = {}
+        """Nodes found dead since the last view."""
+        self.num_changes = 0
+        """How often a node or the coordinator came, left or changed its state. Loads do not count."""
         self.model = model
         self.card: GatewayCard | None = None
         """What is said of this gateway to whoever is watched, from the next time on."""
@@ -60,9 +64,19 @@ class ClusterWatch:
             await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
             retry_s = min(retry_s * 2, LAST_RETRY_S)
 
-    async def changed(self) -> None:
-        """The next change of the view or of the coordinator."""
-        await self._changed.wait()
+    async def changes_after(self, num_changes: int, *, within_s: float) -> bool:
+        """Waits until there have been more than `num_changes`. False if `within_s` were not enough."""
+        try:
+            async with asyncio.timeout(within_s):
+                while self.num_changes <= num_changes:
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def lost(self, incarnation: Incarnation) -> None:
+        """A call to this node found it dead. It counts as such until the coordinator says something newer."""
+        self._lost[incarnation] = None
 
     @property
     def decode_nodes(self) -> list[NodeView]:
@@ -70,7 +84,10 @@ class ClusterWatch:
         return [
             node
             for node in self.view.nodes
-            if node.card.role is Role.DECODE and node.state is NodeState.READY and node.card.model == self.model
+            if node.card.role is Role.DECODE
+            and node.state is NodeState.READY
+            and node.card.model == self.model
+            and node.card.incarnation not in self._lost
         ]
 
     @property
@@ -87,6 +104,8 @@ class ClusterWatch:
         others = [
             f"{node.card.node} serves {node.card.model}"
             if node.card.model != self.model
+            else f"{node.card.node} is lost"
+            if node.card.incarnation in self._lost
             else f"{node.card.node} is {node.state}{f' ({node.reason})' if node.reason else ''}"
             for node in self.view.nodes
             if node.card.role is Role.DECODE
@@ -94,23 +113,26 @@ class ClusterWatch:
         return f"no decode node is ready for {self.model}" + (f": {'; '.join(others)}" if others else "")
 
     async def route(self, body: Route) -> tuple[Routed, str]:
-        """Where to send a request, and the digest of the model there. Raises the coordinator's refusal."""
-        give_up_s = self._clock.now_s() + PATIENCE_S
-        while True:
-            for coordinator in self._nearest_first():
-                try:
-                    return await self._ask(coordinator, body)
-                except (PeerLostError, DeadlineError) as error:  # gone, or frozen
-                    log.debug("coordinator away", coordinator=coordinator, error=error.message)
-            patience_s = give_up_s - self._clock.now_s()
-            if patience_s <= 0 or not await self._changes_within(patience_s):
-                raise UnavailableError("no coordinator answers", retry_after_s=1.0)
+        """Where to send a request, and the digest of the model there.
 
-    async def _ask(self, coordinator: str, body: Route) -> tuple[Routed, str]:
+        Raises the coordinator's refusal; UnavailableError if none answers.
+        """
+        for coordinator in self._nearest_first():
+            try:
+                routed = await self._ask(coordinator, body)
+            except (PeerLostError, DeadlineError) as error:  # gone, or frozen
+                log.debug("coordinator away", coordinator=coordinator, error=error.message)
+                self._silent[coordinator] = None
+                continue
+            self._silent.pop(coordinator, None)
+            return routed, await self._digest_of(routed.decode.incarnation)
+        raise UnavailableError("no coordinator answers", retry_after_s=1.0)
+
+    async def _ask(self, coordinator: str, body: Route) -> Routed:
         async with self._client.open(coordinator, body, timeout_s=ROUTE_TIMEOUT_S) as call:
             async for item in call:
                 assert isinstance(item, Routed)
-                return item, await self._digest_of(item.decode.incarnation)
+                return item
         raise PeerLostError(f"the coordinator at {coordinator} answered nothing")
 
     async def _digest_of(self, incarnation: Incarnation) -> str:
@@ -120,26 +142,27 @@ class ClusterWatch:
             for node in self.view.nodes:
                 if node.card.incarnation == incarnation:
                     return node.card.model_digest
-            patience_s = give_up_s - self._clock.now_s()
-            if patience_s <= 0 or not await self._changes_within(patience_s):
+            if not await self.changes_after(self.num_changes, within_s=give_up_s - self._clock.now_s()):
                 raise UnavailableError("routed to a node that is not in view", retry_after_s=1.0)
 
-    async def _changes_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self.changed()
-        except TimeoutError:
-            return False
-        return True
-
     def _nearest_first(self) -> list[str]:
-        others = [coordinator for coordinator in self._coordinators if coordinator != self.coordinator]
-        return others if self.coordinator is None else [self.coordinator, *others]
+        """The one that is watched, then the others; those that were silent when last asked after all of them."""
+        return sorted(self._coordinators, key=lambda each: (each in self._silent, each != self.coordinator))
 
     def _set(self, coordinator: str | None, view: View) -> None:
         if coordinator is not None and coordinator != self.coordinator:
             log.info("coordinator found", coordinator=coordinator, nodes=len(view.nodes))
+        has_changed = coordinator != self.coordinator or _standing(view) != _standing(self.view)
         self.coordinator = coordinator
         self.view = view
-        self._changed.set()
-        self._changed = asyncio.Event()
+        if coordinator is not None:
+            self._silent.pop(coordinator, None)
+            self._lost.clear()
+        if has_changed:
+            self.num_changes += 1
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+
+def _standing(view: View) -> list[tuple[Incarnation, NodeState]]:
+    return [(node.card.incarnation, node.state) for node in view.nodes]

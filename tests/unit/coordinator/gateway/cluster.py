@@ -232,6 +232,7 @@ def says(
     per_item: int = 1,
     finish: FinishReason = FinishReason.STOP,
     cached_tokens: int = 0,
+    path: str = "",
     before: Callable[[], Awaitable[object]] | None = None,
 ) -> Script:
     """Goes on where the request stands. `before` is awaited before the first token."""
@@ -244,7 +245,8 @@ def says(
         for start in range(0, max(1, len(rest)), per_item):
             is_last = start + per_item >= len(rest)
             reason = (FinishReason.LENGTH if is_cut else finish) if is_last else None
-            yield Tokens(rest[start : start + per_item], reason, cached_tokens, {"decode": 0.5} if is_last else None)
+            phases = {"decode": 0.5} if is_last else None
+            yield Tokens(rest[start : start + per_item], reason, cached_tokens, phases, path)
 
     return script
 

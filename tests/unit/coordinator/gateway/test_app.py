@@ -137,6 +137,14 @@ async def test_a_header_says_which_path_was_taken(gateway: RunningGateway, strea
     gateway.cluster.route = lambda route: Routed(address("d1"), None, "no-prefill-node")
     _, _, headers = await gateway.chat(stream=stream)
     assert headers["x-baton-path"] == "decode-only"
+    gateway.cluster.generate = says(gateway.tokenizer.encode("one"), path="fallback")
+    _, _, headers = await gateway.chat(stream=stream)
+    assert headers["x-baton-path"] == "decode-fallback", "what happened, not what was planned"
+    _, metrics = await gateway.get("/metrics")
+    counts = {line for line in metrics.splitlines() if line.startswith("baton_prompts_total")}
+    assert counts == {
+        f'baton_prompts_total{{path="{path}"}} 1.0' for path in ("prefill-decode", "decode-only", "decode-fallback")
+    }
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -171,7 +179,7 @@ async def test_the_official_client_works(gateway: RunningGateway) -> None:
             await chat.create(model=MODEL, messages=messages, stream=True)
         gateway.cluster.generate = breaks(gateway.tokenizer.encode("one"), InternalError("broke in the middle"))
         stream = await chat.create(model=MODEL, messages=messages, stream=True)
-        with pytest.raises(openai.APIError, match="broke in the middle"):
+        with pytest.raises(openai.APIError, match="the server failed on this request"):
             [chunk async for chunk in stream]
 
 

@@ -22,41 +22,93 @@ from tests.raw_http import exchange, http
 from tests.unit.coordinator.gateway.cluster import MODEL, address, breaks, hangs, in_turn, node_view, refuses, says
 from tests.unit.coordinator.gateway.conftest import WITHIN_S, RunningGateway, StartGateway, chat_body, events_of
 
-SHAPES: list[tuple[BatonError, int, str, str | None]] = [
-    (OverloadedError("queue full", retry_after_s=2.5), 429, "rate_limit_error", "rate_limit_exceeded"),
-    (UnavailableError("no node"), 503, "server_error", "service_unavailable"),
-    (PeerLostError("gone"), 503, "server_error", "service_unavailable"),
-    (TransferError("broke"), 503, "server_error", "service_unavailable"),
-    (DeadlineError("too late"), 504, "server_error", "deadline_exceeded"),
-    (ContextLengthError("too long"), 400, "invalid_request_error", "context_length_exceeded"),
-    (InternalError("bug"), 500, "server_error", None),
+SECRET = "tcp://127.0.0.1:40001: connection lost"
+SHAPES: list[tuple[BatonError, str, int, str, str | None]] = [
+    (OverloadedError("queue full", retry_after_s=2.5), "queue full", 429, "rate_limit_error", "rate_limit_exceeded"),
+    (UnavailableError("no node"), "no node", 503, "server_error", "service_unavailable"),
+    (PeerLostError(SECRET), "the node serving this request was lost", 503, "server_error", "service_unavailable"),
+    (
+        TransferError(SECRET),
+        "the request was interrupted on its way between two nodes",
+        503,
+        "server_error",
+        "service_unavailable",
+    ),
+    (DeadlineError(SECRET), "the request's deadline has passed", 504, "server_error", "deadline_exceeded"),
+    (ContextLengthError("too long"), "too long", 400, "invalid_request_error", "context_length_exceeded"),
+    (InternalError(SECRET), "the server failed on this request", 500, "server_error", None),
 ]
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize(("error", "status", "kind", "code"), SHAPES, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    ("error", "words", "status", "kind", "code"),
+    SHAPES,
+    ids=lambda value: type(value).__name__ if isinstance(value, BatonError) else "",
+)
 async def test_a_nodes_refusal_is_a_status_before_the_first_event(
-    start_gateway: StartGateway, error: BatonError, status: int, kind: str, code: str | None, stream: bool
+    start_gateway: StartGateway,
+    caplog: pytest.LogCaptureFixture,
+    error: BatonError,
+    words: str,
+    status: int,
+    kind: str,
+    code: str | None,
+    stream: bool,
 ) -> None:
+    caplog.set_level("INFO")
     gateway = await start_gateway(max_attempts=1)
     gateway.cluster.generate = refuses(error)
     found, body, headers = await gateway.chat(stream=stream)
-    assert (found, body) == (status, {"error": {"message": error.message, "type": kind, "param": None, "code": code}})
+    assert (found, body) == (status, {"error": {"message": words, "type": kind, "param": None, "code": code}})
+    logged = [str(vars(record)) for record in caplog.records]
+    assert any(error.message in facts for facts in logged), "the log says what the client need not know"
     if status in (429, 503):
         assert int(headers["Retry-After"]) == (3 if error.retry_after_s else 1)
     else:
         assert "Retry-After" not in headers
 
 
-async def test_a_coordinators_refusal_is_a_status(gateway: RunningGateway) -> None:
+async def test_a_coordinators_refusal_is_a_status(start_gateway: StartGateway) -> None:
     def refuse(route: object) -> Routed:
         raise UnavailableError("no decode node is ready", retry_after_s=7)
 
+    gateway = await start_gateway(patience_s=0.1)
     gateway.cluster.route = refuse
     status, body, headers = await gateway.chat(stream=True)
     assert (status, headers["Retry-After"]) == (503, "7")
     assert body["error"]["message"] == "no decode node is ready"
     assert gateway.cluster.generates == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_waits_for_a_node_that_comes(gateway: RunningGateway, stream: bool) -> None:
+    def route(body: object) -> Routed:
+        if not gateway.cluster.view.nodes:
+            raise UnavailableError("no decode node is ready", retry_after_s=60)
+        return Routed(address("d1"), None, "scripted")
+
+    gateway.cluster.generate = says(gateway.tokenizer.encode("one"))
+    await gateway.cluster.change(view=View(), route=route)
+    asking = asyncio.create_task(gateway.chat(stream=stream))
+    await gateway.cluster.until(lambda: len(gateway.cluster.routes) == 1)
+    await gateway.cluster.change(view=View((node_view("d1"),)))
+    status, _, headers = await asking
+    assert (status, headers["x-baton-path"], len(gateway.cluster.routes)) == (200, "decode-only", 2)
+
+
+async def test_a_node_found_dead_is_not_ready_until_the_coordinator_says_something_newer(
+    start_gateway: StartGateway,
+) -> None:
+    gateway = await start_gateway(max_attempts=1)
+    gateway.cluster.generate = refuses(PeerLostError("gone"))
+    assert (await gateway.chat())[0] == 503
+    status, body = await gateway.get("/ready")
+    assert (status, body["reason"]) == (503, f"no decode node is ready for {MODEL}: d1 is lost")
+    await gateway.cluster.change(view=View((node_view("d1"),)))
+    async with asyncio.timeout(WITHIN_S):
+        while (await gateway.get("/ready"))[0] != 200:
+            pass
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -77,7 +129,7 @@ async def test_a_stream_that_breaks_ends_in_an_error_and_no_done(
     status, stream, _ = await gateway.chat(stream=True)
     events = events_of(stream)
     assert status == 200
-    assert json.loads(events[-1])["error"]["message"] == error.message
+    assert json.loads(events[-1])["error"]["message"] == replies.error_body(error)["error"]["message"]  # type: ignore[index]
     assert "[DONE]" not in stream
     assert '"finish_reason":"' not in stream
     _, metrics = await gateway.get("/metrics")
@@ -184,13 +236,15 @@ async def test_unknown_paths_and_methods_are_errors_in_the_same_shape(gateway: R
     assert (status, body["error"]["message"]) == (405, "GET /v1/completions does not exist: use POST")
 
 
-async def test_a_bug_in_one_request_is_its_own(gateway: RunningGateway) -> None:
+async def test_a_bug_in_one_request_is_its_own(gateway: RunningGateway, caplog: pytest.LogCaptureFixture) -> None:
     gateway.cluster.generate = breaks([], ValueError("surprise"))
     status, body, _ = await gateway.chat()
     assert (status, body["error"]["type"]) == (500, "server_error")
+    assert "surprise" not in body["error"]["message"], "our code is our business"
     gateway.cluster.generate = breaks(gateway.tokenizer.encode("one"), ValueError("surprise"))
     _, stream, _ = await gateway.chat(stream=True)
-    assert "surprise" in json.loads(events_of(stream)[-1])["error"]["message"]
+    assert json.loads(events_of(stream)[-1])["error"]["type"] == "server_error"
+    assert "surprise" in caplog.text
     gateway.cluster.generate = says([1])
     status, _, _ = await gateway.chat()
     assert status == 200

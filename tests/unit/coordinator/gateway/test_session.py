@@ -1,12 +1,16 @@
-"""One request's life: these commands for this event. R1 to R6 are the session module's rules."""
+"""One request's life: these commands for this event. R1 to R8 are the session module's rules."""
 
 import pytest
 
 from common.errors import (
     BatonError,
+    ContextLengthError,
     DeadlineError,
     InternalError,
     InvalidTransition,
+    ModelNotFoundError,
+    MovedError,
+    NoPrefillError,
     OverloadedError,
     PeerLostError,
     RequestError,
@@ -25,7 +29,8 @@ from common.messages import (
     Sampling,
     Tokens,
 )
-from coordinator.gateway.session import (
+from coordinator.gateway.session import MAX_MOVES, Outcome, Session, SessionStatus
+from coordinator.gateway.session_events import (
     AskRoute,
     AttemptEnded,
     AttemptFailed,
@@ -36,14 +41,14 @@ from coordinator.gateway.session import (
     Fail,
     Finish,
     OpenAttempt,
-    Outcome,
     Prepared,
     RouteArrived,
     RouteRefused,
-    Session,
-    SessionStatus,
+    SessionCommand,
     StopStringFound,
     TokensArrived,
+    WaitEnded,
+    WaitForCluster,
 )
 
 PROMPT = [11, 12, 13]
@@ -56,15 +61,18 @@ def address(name: str) -> NodeAddress:
 D1, D2, P1 = address("d1"), address("d2"), address("p1")
 
 
-def new_session(*, max_tokens: int = 8, max_attempts: int = 3) -> Session:
+def new_session(*, max_tokens: int = 8, max_attempts: int = 3, deadline_s: float = 200.0) -> Session:
     return Session(
         id=RequestId("r"),
         model="m",
         prompt=PROMPT,
         sampling=Sampling(max_tokens=max_tokens, seed=42, stop_token_ids=(2,)),
         created_s=100.0,
-        deadline_s=200.0,
+        deadline_s=deadline_s,
         max_attempts=max_attempts,
+        patience_s=5.0,
+        stream_patience_s=60.0,
+        exclusion_s=2.0,
     )
 
 
@@ -146,13 +154,13 @@ def test_r2_nothing_happens_after_the_end() -> None:
     assert session.outcome is Outcome.FINISHED
 
 
-def test_r3_a_failed_transfer_condemns_the_prefill_node() -> None:
+def test_r6_a_failed_transfer_condemns_the_prefill_node() -> None:
     for error in (TransferError("broke"), StaleBlockError("reused")):
         session = running()
         assert session.handle(AttemptFailed(103.0, 1, error)) == [AskRoute(2, Route("m", 3, (P1.incarnation,)))]
 
 
-def test_r3_a_failed_transfer_without_a_prefill_node_condemns_the_decode_node() -> None:
+def test_r6_a_failed_transfer_without_a_prefill_node_condemns_the_decode_node() -> None:
     session = running(prefill=None)
     session.handle(AttemptFailed(103.0, 1, TransferError("broke")))
     assert list(session.excluded) == [D1.incarnation]
@@ -178,21 +186,174 @@ def test_r3_past_the_deadline_nothing_is_tried_again() -> None:
     assert isinstance(error_of([*session.handle(AttemptFailed(200.0, 1, PeerLostError("gone")))]), DeadlineError)
 
 
-def test_r4_a_refused_first_route_is_the_error() -> None:
+NO_NODE = UnavailableError("no decode node", retry_after_s=1.0)
+
+
+def refused_route(session: Session, at_s: float, error: BatonError = NO_NODE) -> list[SessionCommand]:
+    return session.handle(RouteRefused(at_s, session.attempt, error))
+
+
+def waited(session: Session, at_s: float) -> list[SessionCommand]:
+    return session.handle(WaitEnded(at_s, session.attempt))
+
+
+def test_r4_a_request_without_a_node_waits_and_asks_again_under_the_same_attempt() -> None:
     session = new_session()
     session.handle(Prepared(101.0))
-    refusal = UnavailableError("no decode node", retry_after_s=2.0)
-    assert session.handle(RouteRefused(102.0, 1, refusal)) == [Fail(refusal)]
+    assert refused_route(session, 102.0) == [WaitForCluster(1, 1.0)], "as long as the refusal says"
+    assert session.status is SessionStatus.PARKED
+    assert waited(session, 102.4) == [AskRoute(1, Route("m", 3))]
+    (opened,) = session.handle(RouteArrived(102.5, 1, Routed(D1), "digest"))
+    assert isinstance(opened, OpenAttempt)
+    assert (session.attempt, session.num_failed, session.num_failovers) == (1, 0, 0)
 
 
-def test_r4_a_refused_second_route_shows_what_failed_first() -> None:
+def test_r4_patience_counts_from_where_the_waiting_began() -> None:
+    session = new_session()
+    session.handle(Prepared(101.0))
+    refused_route(session, 110.0)
+    waited(session, 111.0)
+    assert refused_route(session, 114.5) == [WaitForCluster(1, 0.5)]
+    assert waited(session, 115.0) == [AskRoute(1, Route("m", 3))], "the last word is the coordinator's"
+    assert refused_route(session, 115.1) == [Fail(NO_NODE)]
+
+
+def test_r4_a_pause_of_ours_is_followed_by_one_more_try() -> None:
+    session = new_session()
+    session.handle(Prepared(101.0))
+    refused_route(session, 102.0)
+    assert waited(session, 150.0) == [AskRoute(1, Route("m", 3))]
+    (opened,) = session.handle(RouteArrived(150.5, 1, Routed(D1), "digest"))
+    assert isinstance(opened, OpenAttempt)
+
+
+def test_r4_a_stream_that_has_begun_is_more_patient_and_with_more() -> None:
+    for refusal in (NO_NODE, OverloadedError("full", retry_after_s=1.0), NoPrefillError("none", retry_after_s=1.0)):
+        session = running()
+        session.handle(TokensArrived(103.0, 1, Tokens([5])))
+        lost = PeerLostError("gone")
+        session.handle(AttemptFailed(104.0, 1, lost))
+        assert refused_route(session, 105.0, refusal) == [WaitForCluster(2, 1.0)]
+        waited(session, 106.0)
+        assert refused_route(session, 164.5, refusal) == [WaitForCluster(2, 0.5)]
+        waited(session, 165.0)
+        shown = lost if isinstance(refusal, UnavailableError) else refusal
+        assert refused_route(session, 165.0, refusal) == [Fail(shown)]
+
+
+def test_r4_a_token_renews_patience() -> None:
+    session = running()
+    session.handle(TokensArrived(103.0, 1, Tokens([5])))
+    session.handle(AttemptFailed(104.0, 1, PeerLostError("gone")))
+    refused_route(session, 104.0)
+    waited(session, 150.0)
+    session.handle(RouteArrived(150.0, 2, Routed(D2), "digest"))
+    session.handle(TokensArrived(151.0, 2, Tokens([6])))
+    session.handle(AttemptFailed(152.0, 2, PeerLostError("gone")))
+    assert refused_route(session, 180.0) == [WaitForCluster(3, 0.05)], "the exclusion is over: ask at once"
+    waited(session, 180.1)
+    assert refused_route(session, 180.1) == [WaitForCluster(3, 1.0)]
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [ContextLengthError("too long"), NoPrefillError("the policy"), OverloadedError("busy"), ModelNotFoundError("what")],
+)
+def test_r4_before_the_first_token_only_a_missing_node_is_waited_for(refusal: BatonError) -> None:
+    session = new_session()
+    session.handle(Prepared(101.0))
+    assert refused_route(session, 102.0, refusal) == [Fail(refusal)]
+
+
+def test_r4_when_all_nodes_are_full_that_is_the_answer_at_once() -> None:
     session = running()
     full = OverloadedError("queue full", retry_after_s=3.0)
     session.handle(AttemptFailed(103.0, 1, full))
-    assert session.handle(RouteRefused(104.0, 2, UnavailableError("no other"))) == [Fail(full)]
+    assert refused_route(session, 104.0) == [Fail(full)]
 
 
-def test_r5_an_attempt_that_died_after_its_last_token_has_finished() -> None:
+def test_r4_no_wait_goes_past_the_deadline() -> None:
+    session = running()
+    session.handle(TokensArrived(103.0, 1, Tokens([5])))
+    session.handle(AttemptFailed(199.0, 1, PeerLostError("gone")))
+    assert refused_route(session, 199.5) == [WaitForCluster(2, 0.5)]
+    assert isinstance(error_of([*waited(session, 200.0)]), DeadlineError)
+
+
+def test_r5_when_patience_ends_the_failure_that_came_first_is_shown() -> None:
+    session = running()
+    lost = PeerLostError("gone")
+    session.handle(AttemptFailed(103.0, 1, lost))
+    refused_route(session, 104.0)
+    waited(session, 109.0)
+    assert refused_route(session, 109.0) == [Fail(lost)]
+
+
+def test_r5_another_refusal_speaks_for_itself() -> None:
+    session = running()
+    session.handle(AttemptFailed(103.0, 1, PeerLostError("gone")))
+    busy = OverloadedError("predicted to be late", retry_after_s=2.0)
+    assert refused_route(session, 104.0, busy) == [Fail(busy)]
+
+
+def test_r6_an_exclusion_lasts_until_the_request_has_waited_and_some_seconds_are_over() -> None:
+    session = running()
+    session.handle(AttemptFailed(103.0, 1, PeerLostError("gone")))
+    assert refused_route(session, 103.5) == [WaitForCluster(2, 1.0)]
+    assert waited(session, 104.5) == [AskRoute(2, Route("m", 3, (D1.incarnation,)))]
+    assert refused_route(session, 104.5) == [WaitForCluster(2, 0.5)], "until the exclusion ends"
+    assert waited(session, 105.0) == [AskRoute(2, Route("m", 3))]
+
+
+def test_r6_without_a_wait_a_node_stays_excluded() -> None:
+    session = running(max_attempts=4)
+    session.handle(AttemptFailed(103.0, 1, PeerLostError("gone")))
+    session.handle(RouteArrived(104.0, 2, Routed(D2), "digest"))
+    (ask,) = session.handle(AttemptFailed(150.0, 2, PeerLostError("gone")))
+    assert isinstance(ask, AskRoute)
+    assert ask.body.exclude == (D1.incarnation, D2.incarnation)
+
+
+def test_r3_a_move_costs_no_attempt_but_there_are_not_endlessly_many() -> None:
+    session = running(max_attempts=1)
+    moved = MovedError("drained")
+    for number in range(1, MAX_MOVES + 1):
+        (ask,) = session.handle(AttemptFailed(103.0, number, moved))
+        assert isinstance(ask, AskRoute)
+        assert D1.incarnation in ask.body.exclude
+        session.handle(RouteArrived(103.0, number + 1, Routed(D1), "digest"))
+    assert (session.num_moves, session.num_failed, session.num_failovers) == (MAX_MOVES, 0, 0)
+    assert session.handle(AttemptFailed(103.0, MAX_MOVES + 1, moved)) == [Fail(moved)]
+    session.check_invariants()
+
+
+def test_r3_a_node_that_refuses_a_begun_stream_costs_no_attempt_but_patience() -> None:
+    session = running(max_attempts=2)
+    session.handle(TokensArrived(103.0, 1, Tokens([5])))
+    session.handle(AttemptFailed(104.0, 1, PeerLostError("gone")))
+    full = OverloadedError("full")
+    for at_s in (105.0, 120.0, 164.9):
+        session.handle(RouteArrived(at_s, session.attempt, Routed(D2), "digest"))
+        (ask,) = session.handle(AttemptFailed(at_s, session.attempt, full))
+        assert isinstance(ask, AskRoute)
+    session.handle(RouteArrived(165.0, session.attempt, Routed(D2), "digest"))
+    assert session.handle(AttemptFailed(165.0, session.attempt, full)) == [Fail(full)]
+    assert session.num_failed == 1
+
+
+def test_paths_tell_how_each_attempt_came_by_its_prompt() -> None:
+    session = running()
+    assert session.path == "prefill", "as planned"
+    session.handle(TokensArrived(103.0, 1, Tokens([5], path="prefill")))
+    session.handle(TokensArrived(104.0, 1, Tokens([6], path="fallback")))
+    assert session.path == "fallback"
+    session.handle(AttemptFailed(105.0, 1, PeerLostError("gone")))
+    session.handle(RouteArrived(106.0, 2, Routed(D2), "digest"))
+    session.handle(TokensArrived(107.0, 2, Tokens([7])))
+    assert session.paths == ["fallback", "home"]
+
+
+def test_r7_an_attempt_that_died_after_its_last_token_has_finished() -> None:
     session = running(max_tokens=2)
     session.handle(TokensArrived(103.0, 1, Tokens([5, 6])))
     assert session.handle(AttemptFailed(104.0, 1, PeerLostError("gone"))) == [Finish(FinishReason.LENGTH)]
@@ -216,13 +377,13 @@ def test_a_node_that_sends_too_much_is_cut_off() -> None:
     ]
 
 
-def test_r6_a_stop_string_ends_the_attempt_and_the_request() -> None:
+def test_r8_a_stop_string_ends_the_attempt_and_the_request() -> None:
     session = running()
     session.handle(TokensArrived(103.0, 1, Tokens([5])))
     assert session.handle(StopStringFound(104.0)) == [CancelAttempt(1), Finish(FinishReason.STOP)]
 
 
-def test_r6_a_client_that_left_gets_no_answer_and_all_is_cancelled() -> None:
+def test_r8_a_client_that_left_gets_no_answer_and_all_is_cancelled() -> None:
     session = running()
     assert session.handle(ClientGone(103.0)) == [CancelAttempt(1)]
     assert session.outcome is Outcome.CANCELLED
@@ -230,7 +391,7 @@ def test_r6_a_client_that_left_gets_no_answer_and_all_is_cancelled() -> None:
     assert waiting.handle(ClientGone(101.0)) == []
 
 
-def test_r6_a_deadline_cancels_and_fails() -> None:
+def test_r8_a_deadline_cancels_and_fails() -> None:
     session = running()
     commands = session.handle(DeadlinePassed(200.0))
     assert commands[0] == CancelAttempt(1)
