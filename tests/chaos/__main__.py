@@ -97,13 +97,20 @@ class Chaos:
     # --- before, during, after ----------------------------------------------------------------------------
 
     async def _learn(self, client: Client, questions: list[Question]) -> None:
-        with Bars(self._console) as bars:
-            for number, question in enumerate(questions):
-                bars.report("asking each question once, unhurt", number, len(questions))
+        left = list(reversed(questions))
+
+        async def learn() -> None:
+            while left:
+                question = left.pop()
                 ended = await client.ask(question, stream=False)
                 if ended.answer is None:
                     raise SystemExit(f"the unhurt cluster does not answer {question.name}: {ended}")
                 self._oracle[question.name] = ended.answer
+                bars.report("asking each question once, unhurt", len(self._oracle), len(questions))
+
+        with Bars(self._console) as bars:
+            bars.report("asking each question once, unhurt", 0, len(questions))
+            await asyncio.gather(*[learn() for _ in range(self._options.clients)])
 
     async def _keep_asking(self, client: Client, questions: list[Question], number: int, *, until_s: float) -> None:
         chance = random.Random(f"{self._options.seed}/{number}")
