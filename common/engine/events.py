@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from common.engine.request import EngineRequest, Progress
-from common.messages import BlockHash, BlockId, HeldSequence, RequestId
+from common.engine.request import NOBODY, EngineRequest, Progress
+from common.messages import BlockHash, BlockId, HeldSequence, Origin, RequestId
 
 # --- shell to engine ---------------------------------------------------------------------------------
 
@@ -21,6 +21,7 @@ class Reserve:
 
     request: RequestId
     tokens: list[int]
+    origin: Origin = NOBODY
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ from common.engine.scheduler import Scheduler
 from common.errors import BatonError, InternalError
 from common.kv_cache.block_pool import BlockPool, Generations
 from common.kv_cache.prefix_cache import root_hash
-from common.messages import HeldSequence, RequestId
+from common.messages import BlockHash, HeldSequence, RequestId
 from common.model.base import Runner
 
 log = telemetry.logger(__name__)
@@ -80,7 +80,7 @@ class Engine:
             max_step_s=config.max_step_s,
             max_model_len=runner.max_model_len,
             admit_whole=admit_whole,
-            root=root_hash(model_digest=runner.model_digest) if config.prefix_cache else None,
+            root_of=self._root_of if config.prefix_cache else None,
         )
         self._inbox: SimpleQueue[Command | None] = SimpleQueue()  # None: stop
         self._events: list[Event] = []
@@ -141,6 +141,9 @@ class Engine:
         self._flush()
         return did
 
+    def _root_of(self, tenant: bytes) -> BlockHash:
+        return root_hash(model_digest=self._runner.model_digest, tenant_salt=tenant)
+
     def _take_in(self, *, wait: bool) -> None:
         if wait:
             self._obey(self._inbox.get())
@@ -162,9 +165,9 @@ class Engine:
             case Release(request=id):
                 if not self._broken and self._scheduler.release(id):
                     self._said_starved = False
-            case Reserve(request=id, tokens=tokens):
+            case Reserve(request=id, tokens=tokens, origin=origin):
                 with self._refusing(id):
-                    self._scheduler.reserve(id, tokens)
+                    self._scheduler.reserve(id, tokens, origin)
             case Admit(request=request):
                 with self._refusing(request.id):
                     self._scheduler.add(request)

@@ -11,7 +11,10 @@ from enum import StrEnum
 
 import msgspec
 
-from common.messages import BlockHash, BlockId, BlockRef, FinishReason, RequestId, Sampling
+from common.messages import BlockHash, BlockId, BlockRef, FinishReason, Origin, RequestId, Sampling
+
+NOBODY = Origin()
+"""Where there are no API keys, everybody."""
 
 
 class Status(StrEnum):
@@ -34,6 +37,7 @@ class EngineRequest:
     sampling: Sampling
     stop_after_first: bool = False
     keep_blocks: bool = False
+    origin: Origin = NOBODY
     blocks: list[BlockId] = field(default_factory=list)
     hashes: list[BlockHash] = field(default_factory=list)
     num_computed: int = 0
@@ -41,8 +45,8 @@ class EngineRequest:
     num_preemptions: int = 0
     num_announced: int = 0
     """With `keep_blocks`: blocks named to the reader so far."""
-    arrival: int = 0
-    """Place in the one order in which requests and reservations get blocks; set by the scheduler."""
+    turn: int = 0
+    """Place in the one order in which requests and reservations first got blocks; set by the scheduler."""
     status: Status = Status.WAITING
 
     @property
@@ -52,6 +56,15 @@ class EngineRequest:
     @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
+
+    def next_chunk(self, most: int, block_size: int) -> "Chunk":
+        """What comes next, at most `most` tokens; it ends with a block where it cannot reach the end."""
+        start, total = self.num_computed, len(self.tokens)
+        end = start + most
+        if end >= total:
+            return Chunk(self, start, total - start, True)
+        aligned = end - end % block_size
+        return Chunk(self, start, (aligned if aligned > start else end) - start, False)
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
         """What the newest token ends, applied to every token alike, the hand-over token included."""

@@ -1,16 +1,15 @@
-"""Who runs and who waits, each in order of arrival. Pure.
+"""Who runs and who waits, each in the order of their turns. Pure.
 
 waiting: neither place nor blocks      ready: blocks (a lease's), no place      running: both
 """
 
 from bisect import insort
-from collections import deque
 from operator import attrgetter
 
 from common.engine.request import EngineRequest, Status
 from common.messages import RequestId
 
-_by_arrival = attrgetter("arrival")
+_by_turn = attrgetter("turn")
 
 
 class Roster:
@@ -21,7 +20,8 @@ class Roster:
         self.requests: dict[RequestId, EngineRequest] = {}
         self.running: list[EngineRequest] = []
         self.ready: list[EngineRequest] = []
-        self.waiting: deque[EngineRequest] = deque()
+        self.waiting: dict[RequestId, EngineRequest] = {}
+        """Their order is the scheduler's business (`fair`)."""
 
     @property
     def full(self) -> bool:
@@ -31,20 +31,22 @@ class Roster:
         """With blocks it is ready, else it waits."""
         request.status = Status.WAITING
         self.requests[request.id] = request
-        insort(self.ready if request.blocks else self.waiting, request, key=_by_arrival)
+        if request.blocks:
+            insort(self.ready, request, key=_by_turn)
+        else:
+            self.waiting[request.id] = request
 
     def seat_ready(self) -> None:
         while self.ready and not self.full:
             self._seat(self.ready.pop(0))
 
-    def seat_waiting(self) -> EngineRequest:
-        """The one that waits longest takes a place; its blocks are the caller's to give."""
-        request = self.waiting.popleft()
+    def seat_waiting(self, request: EngineRequest) -> None:
+        """One that waits takes a place; its blocks are the caller's to give."""
+        del self.waiting[request.id]
         self._seat(request)
-        return request
 
     def latest_after(self, request: EngineRequest) -> EngineRequest | None:
-        """Whose blocks `request`, which runs, may take: one that only waits for a place, else one that came later.
+        """Whose blocks `request`, which runs, may take: one that only waits for a place, else one of a later turn.
 
         Never one with `keep_blocks`: its blocks are promised.
         """
@@ -62,7 +64,7 @@ class Roster:
         """To the waiting; its blocks are gone already."""
         (self.running if request.status is Status.RUNNING else self.ready).remove(request)
         request.status = Status.WAITING
-        insort(self.waiting, request, key=_by_arrival)
+        self.waiting[request.id] = request
 
     def remove(self, request: EngineRequest) -> None:
         """For good, its blocks still in its table."""
@@ -72,23 +74,23 @@ class Roster:
         elif request.blocks:
             self.ready.remove(request)
         else:
-            self.waiting.remove(request)
+            del self.waiting[request.id]
         request.status = Status.ENDED
 
     def _seat(self, request: EngineRequest) -> None:
         request.status = Status.RUNNING
-        insort(self.running, request, key=_by_arrival)
+        insort(self.running, request, key=_by_turn)
 
     def check_invariants(self) -> None:
-        queues = (self.running, self.ready, list(self.waiting))
+        queues = (self.running, self.ready, list(self.waiting.values()))
         assert sorted(map(id, self.requests.values())) == sorted(id(one) for queue in queues for one in queue)
-        for queue in queues:
-            arrivals = [request.arrival for request in queue]
-            assert arrivals == sorted(set(arrivals)), "out of order"
+        for queue in (self.running, self.ready):
+            turns = [request.turn for request in queue]
+            assert turns == sorted(set(turns)), "out of order"
         assert len(self.running) <= self.max_running
         assert all(request.status is Status.RUNNING for request in self.running)
         assert all(request.status is Status.WAITING and request.blocks for request in self.ready)
-        for request in self.waiting:
+        for request in self.waiting.values():
             assert request.status is Status.WAITING
             assert not request.blocks
             assert request.num_computed == 0

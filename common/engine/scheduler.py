@@ -10,24 +10,29 @@ is a prompt, whether it never ran, lost its blocks or came with some of them; th
               ▲  (with a lease: ready)         │
               └───────── pre-empted ───────────┘
 
-1. Blocks go out in one order, that of arrival, over requests and reservations alike. What waits without
-   blocks is never overtaken by what came later, so nobody starves. A request that brings its blocks (a
-   lease) needs only a place and takes the next one.
+1. Blocks go out in one order, over requests and reservations alike: that of `fair`, which is by arrival
+   as long as there is one tenant and one class. Who is first there waits until it fits, and nobody passes
+   it. Whoever gets blocks for the first time has its turn, which orders it for good. A request that brings
+   its blocks (a lease) needs only a place and takes the next one.
 2. A running request's blocks cover all of its tokens; a prompt gets them all when it gets its place. So
    only a drawn token can ask for one more block.
-3. When there is none, the latest of those that hold blocks gives up its own: first who only waits for a
-   place, then running requests that came after the one that grows. It keeps its tokens, loses what was
-   computed and waits again, ahead of all that came later; it returns when its whole context fits and a
-   block is left. With nobody later to take from, the request pauses a step instead. The oldest running
-   one can take from all others, so it always goes on, unless leases hold the pool (`starving`).
+3. When there is none, the latest turn of those that hold blocks gives up its own: first who only waits
+   for a place, then running requests of a later turn than the one that grows. It keeps its tokens, loses
+   what was computed and waits again, ahead of all that had no turn yet; it returns when its whole context
+   fits and a block is left. With nobody later to take from, the request pauses a step instead. The oldest
+   running one can take from all others, so it always goes on, unless leases hold the pool (`starving`).
 4. `admit_whole`, and every request with `keep_blocks` (its finished blocks are promised to a reader), gets
    at once all the blocks it can ever need. It never grows, so it is never taken from.
-5. Every running decode has its token in each step; prompts share what the step's limits leave, oldest
-   first, at least a block between them. The limits are tokens and, through `Pace`, seconds.
+5. Every running decode has its token in each step; prompts get what the step's limits leave, at least a
+   block between them, and as much as they can take one after the other: that of the class and tenant that
+   had least (`fair`), and there the oldest. Waiting ones are admitted in their order among them, after
+   running ones of the same class and tenant. The limits are tokens and, through `Pace`, seconds.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 
+from common.engine.fair import FairQueue
 from common.engine.leases import Lease, Leases
 from common.engine.pace import Pace
 from common.engine.request import Chunk, EngineRequest, Progress, Status, StepPlan
@@ -35,7 +40,7 @@ from common.engine.roster import Roster
 from common.errors import ContextLengthError, InvalidTransition, RequestError
 from common.kv_cache.block_pool import BlockPool
 from common.kv_cache.prefix_cache import cached_prefix, extend_hashes
-from common.messages import BlockHash, BlockId, RequestId
+from common.messages import BlockHash, BlockId, Origin, RequestId
 
 _FIRST_STEP_BLOCKS = 8
 """A prompt's first chunk while nothing is known of the model's speed."""
@@ -44,7 +49,7 @@ _FIRST_STEP_BLOCKS = 8
 class Scheduler:
     """Owns every request from `add` to its stop, and the leases, on one pool.
 
-    `root` starts the hash chains of this engine (`prefix_cache.root_hash`); None turns prefix sharing off.
+    `root_of` starts a tenant's hash chains (`prefix_cache.root_hash`); None turns prefix sharing off.
     """
 
     def __init__(
@@ -57,7 +62,7 @@ class Scheduler:
         max_step_s: float,
         max_model_len: int,
         admit_whole: bool,
-        root: BlockHash | None,
+        root_of: Callable[[bytes], BlockHash] | None,
     ) -> None:
         self._pool = pool
         self._block_size = block_size
@@ -65,11 +70,12 @@ class Scheduler:
         self._max_step_s = max_step_s
         self._max_model_len = max_model_len
         self._admit_whole = admit_whole
-        self._root = root
+        self._root_of = root_of
         self._pace = Pace(_FIRST_STEP_BLOCKS * block_size)
-        self._leases = Leases(pool, block_size, root)
+        self._leases = Leases(pool, block_size)
+        self._queue = FairQueue()
         self._roster = Roster(min(max_running, max_step_tokens))
-        self._arrivals = 0
+        self._turns = 0
         self._computes_prompts = False  # the last plan did
         self.starving = False
         """No running request could be planned, and leases hold what they need."""
@@ -85,7 +91,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._roster.waiting) + len(self._roster.ready) + self._leases.num_queued
+        return len(self._queue) + len(self._roster.ready)
 
     @property
     def num_leased_blocks(self) -> int:
@@ -99,7 +105,8 @@ class Scheduler:
     def held(self) -> Iterator[tuple[str, RequestId, list[BlockId]]]:
         """Everything that has blocks here or waits for them: what it is, its id, its block table."""
         roster = self._roster
-        for kind, requests in (("running", roster.running), ("ready", roster.ready), ("waiting", roster.waiting)):
+        waiting = roster.waiting.values()
+        for kind, requests in (("running", roster.running), ("ready", roster.ready), ("waiting", waiting)):
             yield from ((kind, request.id, request.blocks) for request in requests)
         yield from self._leases.held()
 
@@ -109,12 +116,15 @@ class Scheduler:
 
     # --- arrivals and departures -----------------------------------------------------------------------
 
-    def reserve(self, id: RequestId, tokens: list[int]) -> None:
+    def reserve(self, id: RequestId, tokens: list[int], origin: Origin) -> None:
         """Queue a reservation of blocks for `tokens`. ContextLengthError if the pool is too small for them."""
         self._check_new(id)
         if not tokens or not self.fits_alone(len(tokens) + 1):
             raise ContextLengthError(f"no pool of {self._pool.num_blocks} blocks can hold {len(tokens)} tokens")
-        self._leases.reserve(id, tokens, self._next_arrival())
+        hashes: list[BlockHash] = []
+        self._extend_hashes(hashes, tokens, origin)
+        self._leases.reserve(id, len(tokens), hashes)
+        self._queue.add(id, origin)
 
     def add(self, request: EngineRequest) -> None:
         """Schedule a request; a lease of its id becomes its block table.
@@ -125,12 +135,12 @@ class Scheduler:
         lease = self._leases.peek(request.id)
         self._check(request, lease)
         request.hashes = [] if lease is None else lease.hashes
-        if self._root is not None:
-            extend_hashes(request.hashes, request.tokens, self._block_size, self._root)
+        self._extend_hashes(request.hashes, request.tokens, request.origin)
         self._leases.take(request.id)
+        self._queue.remove(request.id)  # a reservation that it did not wait for
         if lease is None:
-            request.blocks, request.num_computed = [], 0
-            request.arrival = self._next_arrival()
+            request.blocks, request.num_computed, request.turn = [], 0, 0
+            self._queue.add(request.id, request.origin)
         else:
             self._adopt(request, lease)
         self._roster.add(request)
@@ -138,6 +148,7 @@ class Scheduler:
 
     def release(self, id: RequestId) -> bool:
         """Free all that this id has, whatever it is doing. Idempotent. True if a lease ended."""
+        self._queue.remove(id)
         request = self._roster.requests.get(id)
         if request is not None:
             self._remove(request)
@@ -148,7 +159,7 @@ class Scheduler:
     # --- one step --------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """The next step's chunks: decodes, then prompts, each by arrival. Empty if nothing can run now."""
+        """The next step's chunks: decodes by turn, then prompts by rule 5. Empty if nothing can run now."""
         self._roster.seat_ready()
         self._grow_running()
         block_size = self._block_size
@@ -163,22 +174,23 @@ class Scheduler:
             else:
                 prompts.append(request)
         num_decodes = len(chunks)
-        left = self._prompt_tokens_left(num_decodes)
-        for request in prompts:
-            left = self._add_chunk(chunks, request, left)
-        while left > 0 and (admitted := self._admit_next()):
-            left = self._add_chunk(chunks, admitted, left)
+        self._add_prompts(chunks, prompts, self._prompt_tokens_left(num_decodes))
         self._computes_prompts = len(chunks) > num_decodes
         self.starving = not chunks and bool(self._roster.running)
         return StepPlan(tuple(chunks))
 
     def grant(self) -> tuple[RequestId, Lease] | None:
-        """The oldest reservation, if no request without blocks is older and it fits beside the running ones."""
-        first = self._leases.first_arrival
-        waiting = self._roster.waiting
-        if first is None or (waiting and waiting[0].arrival < first):
+        """The reservation that is first of all that wait, if it fits beside the running ones."""
+        id = self._queue.first
+        if id is None or id in self._roster.requests:
             return None
-        return self._leases.grant(spare=len(self._roster.running) + len(self._roster.ready))
+        spare = len(self._roster.running) + len(self._roster.ready)
+        if (lease := self._leases.grant(id, turn=self._turns + 1, spare=spare)) is None:
+            return None
+        self._turns = lease.turn
+        self._queue.charge(self._queue.origin(id), self._block_size * len(lease.blocks) - lease.num_cached)
+        self._queue.remove(id)
+        return id, lease
 
     def update(self, plan: StepPlan, tokens: list[int]) -> tuple[Progress, ...]:
         """Book an executed plan; `tokens` has one for each chunk that samples, in plan order.
@@ -223,30 +235,33 @@ class Scheduler:
         victim.blocks, victim.num_computed = [], 0
         victim.num_preemptions += 1
         self._roster.send_back(victim)
+        self._queue.put_back(victim.id, victim.origin, turn=victim.turn)
 
-    def _admit_next(self) -> EngineRequest | None:
-        """Give the longest waiting request its place and blocks, unless an older reservation is before it."""
+    def _next(self) -> EngineRequest | None:
+        """The request that is first of all that wait, if there is a place for it and no reservation before it."""
+        first = self._queue.first
+        return None if first is None or self._roster.full else self._roster.requests.get(first)
+
+    def _admit(self, request: EngineRequest) -> bool:
+        """Give the first of all that wait its place and blocks, if there are enough."""
         roster = self._roster
-        if not roster.waiting or roster.full:
-            return None
-        request = roster.waiting[0]
-        first = self._leases.first_arrival
-        if first is not None and first < request.arrival:
-            return None
         shared = cached_prefix(self._pool, request.hashes, len(request.tokens), self._block_size)
-        whole = self._admit_whole or request.keep_blocks
+        whole = self._admit_whole or request.keep_blocks  # rule 4
         need = self._blocks_for(self._longest(request) - 1 if whole else len(request.tokens))
         blocks = self._pool.claim(shared, need - len(shared), spare=0 if whole or not roster.running else 1)
         if blocks is None:
-            return None
-        roster.seat_waiting()
+            return False
+        self._queue.remove(request.id)
+        if not request.turn:
+            self._turns = request.turn = self._turns + 1
+        roster.seat_waiting(request)
         request.blocks = blocks
         request.num_computed = len(shared) * self._block_size
         self.num_cached_tokens += request.num_computed
         self.num_uncomputed_tokens -= request.num_computed
         if request.num_preemptions == 0:
             request.num_cached = request.num_computed
-        return request
+        return True
 
     def _adopt(self, request: EngineRequest, lease: Lease) -> None:
         """The lease's blocks, those whose bytes have landed now offered to others as well."""
@@ -254,7 +269,7 @@ class Scheduler:
         # Shared blocks are complete by definition, whatever the request says; nobody may write to them.
         request.num_computed = max(request.num_computed, lease.num_cached)
         self.num_cached_tokens += lease.num_cached
-        request.arrival = lease.arrival
+        request.turn = lease.turn
         self._name_blocks(request, lease.num_cached // self._block_size)
 
     # --- the step's share ------------------------------------------------------------------------------
@@ -263,19 +278,30 @@ class Scheduler:
         in_time = self._pace.tokens_within(self._max_step_s, most=self._max_step_tokens) - num_decodes
         return min(max(in_time, self._block_size), self._max_step_tokens - num_decodes)
 
-    def _add_chunk(self, chunks: list[Chunk], request: EngineRequest, left: int) -> int:
-        """Append what fits into `left` tokens and return what is left then; a chunk cut short takes it all."""
-        if left <= 0:
-            return 0
-        start, total = request.num_computed, len(request.tokens)
-        end = start + left
-        if end >= total:
-            chunks.append(Chunk(request, start, total - start, True))
-            return end - total
-        aligned = end - end % self._block_size
-        end = aligned if aligned > start else end
-        chunks.append(Chunk(request, start, end - start, False))
-        return 0
+    def _add_prompts(self, chunks: list[Chunk], running: list[EngineRequest], left: int) -> None:
+        """Rule 5."""
+        flows: dict[Origin, deque[EngineRequest]] = {}
+        for request in running:
+            flows.setdefault(request.origin, deque()).append(request)
+        admits, rank = True, self._queue.rank
+        while left > 0:
+            least = min(flows, key=rank, default=None)
+            first = self._next() if admits else None
+            if first is not None and (least is None or rank(first.origin) < rank(least)):
+                admits = self._admit(first)
+                if not admits:
+                    continue
+                request = first
+            elif least is not None:
+                request = flows[least].popleft()
+                if not flows[least]:
+                    del flows[least]
+            else:
+                return
+            chunk = request.next_chunk(left, self._block_size)
+            chunks.append(chunk)
+            self._queue.charge(request.origin, chunk.num_tokens)
+            left = left - chunk.num_tokens if chunk.samples else 0
 
     # --- results ---------------------------------------------------------------------------------------
 
@@ -305,9 +331,9 @@ class Scheduler:
 
     def _name_blocks(self, request: EngineRequest, first: int) -> None:
         """Offer the request's full computed blocks, from index `first` on, to later prompts."""
-        if self._root is None:
+        if self._root_of is None:
             return
-        extend_hashes(request.hashes, request.tokens, self._block_size, self._root)
+        self._extend_hashes(request.hashes, request.tokens, request.origin)
         for index in range(first, request.num_computed // self._block_size):
             self._pool.name(request.blocks[index], request.hashes[index])
 
@@ -316,7 +342,7 @@ class Scheduler:
         self._remove(request)
         used = self._blocks_for(request.num_computed)
         self._pool.free(request.blocks[used:])
-        self._leases.hold(request.id, Lease(request.arrival, request.blocks[:used], request.hashes, request.num_cached))
+        self._leases.hold(request.id, Lease(request.turn, request.blocks[:used], request.hashes, request.num_cached))
         request.blocks = []
 
     # --- small ones ------------------------------------------------------------------------------------
@@ -333,9 +359,9 @@ class Scheduler:
         limit = min(request.num_prompt_tokens + request.sampling.max_tokens, self._max_model_len)
         return len(request.tokens) + 1 if request.stop_after_first else max(limit, len(request.tokens) + 1)
 
-    def _next_arrival(self) -> int:
-        self._arrivals += 1
-        return self._arrivals
+    def _extend_hashes(self, hashes: list[BlockHash], tokens: list[int], origin: Origin) -> None:
+        if self._root_of is not None:
+            extend_hashes(hashes, tokens, self._block_size, self._root_of(origin.tenant))
 
     def _check_new(self, id: RequestId, *, lease: bool = False) -> None:
         if id in self._roster.requests or (not lease and id in self._leases):
@@ -358,6 +384,9 @@ class Scheduler:
     def check_invariants(self) -> None:
         self._roster.check_invariants()
         self._leases.check_invariants()
+        self._queue.check_invariants()
+        wanted = [id for id in self._leases.ids if self._leases.peek(id) is None]
+        assert sorted(self._queue.ids) == sorted([*self._roster.waiting, *wanted])
         held = [*self._roster.running, *self._roster.ready]
         self._pool.check_invariants([*(request.blocks for request in held), *self._leases.tables()])
         for request in held:

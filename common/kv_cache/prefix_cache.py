@@ -18,6 +18,7 @@ from common.messages import BlockHash, BlockId
 HASH_BYTES = 32
 
 
+@lru_cache(maxsize=4096)  # one for each tenant
 def root_hash(*, model_digest: str, adapter_digest: str = "", tenant_salt: bytes = b"") -> BlockHash:
     """Where a chain starts. Parts are length-prefixed, so that none can pass for its neighbour."""
     chain = blake2b(digest_size=HASH_BYTES)

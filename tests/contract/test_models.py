@@ -113,7 +113,7 @@ def serve(runner: TransformersRunner, *, num_blocks: int = 128, max_step_tokens:
         max_step_s=60.0,
         max_model_len=runner.max_model_len,
         admit_whole=False,
-        root=None,
+        root_of=None,
     )
     requests = [_request(index, prompt) for index, prompt in enumerate(PROMPTS)]
     arriving = requests[:]

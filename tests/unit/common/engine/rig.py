@@ -8,9 +8,9 @@ from common.clock import ManualClock
 from common.config import EngineConfig
 from common.engine.events import Admit, Event, Failed, Release, Reserve, Reserved, Starved, Stepped
 from common.engine.loop import Engine
-from common.engine.request import Chunk, EngineRequest, Progress, StepPlan
+from common.engine.request import NOBODY, Chunk, EngineRequest, Progress, StepPlan
 from common.kv_cache.memory import PoolMemory
-from common.messages import BlockId, BlockRef, FinishReason, Incarnation, RequestId, Sampling
+from common.messages import BlockId, BlockRef, FinishReason, Incarnation, Origin, RequestId, Sampling
 from common.model.fake import FakeRunner, fake_layout, fake_oracle
 
 VOCAB_SIZE = 32_000
@@ -74,6 +74,7 @@ class Rig:
         prefill: bool = False,
         seed: int = 0,
         stop: tuple[int, ...] = (),
+        origin: Origin = NOBODY,
     ) -> EngineRequest:
         sampling = Sampling(max_tokens=max_tokens, seed=seed, stop_token_ids=stop)
         request = EngineRequest(
@@ -84,13 +85,14 @@ class Rig:
             num_computed=num_computed,
             stop_after_first=prefill,
             keep_blocks=prefill,
+            origin=origin,
         )
         self.requests[request.id] = (list(tokens), sampling)
         self.engine.post(Admit(request))
         return request
 
-    def reserve(self, id: str, tokens: Sequence[int]) -> None:
-        self.engine.post(Reserve(RequestId(id), list(tokens)))
+    def reserve(self, id: str, tokens: Sequence[int], origin: Origin = NOBODY) -> None:
+        self.engine.post(Reserve(RequestId(id), list(tokens), origin))
 
     def release(self, id: str) -> None:
         self.engine.post(Release(RequestId(id)))

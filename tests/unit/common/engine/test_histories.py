@@ -8,10 +8,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from common.engine.request import EngineRequest
 from common.engine.scheduler import Scheduler
 from common.kv_cache.block_pool import BlockPool
-from common.messages import BlockId, RequestId
+from common.messages import BlockId, Origin, Priority, RequestId
 from tests.unit.common.engine.rig import Rig
 
 LENGTHS = st.sampled_from([1, 3, 4, 5, 7, 8, 9, 12, 16, 20])
+ORIGINS = st.builds(Origin, st.sampled_from([b"a", b"b"]), st.sampled_from(Priority))
 BLOCK_SIZE = 4
 
 
@@ -40,22 +41,24 @@ class DecodeHistory(RuleBasedStateMachine):
         )
         self.wanted: dict[str, int] = {}  # tokens still to come from this engine, by request
         self.reserving: dict[str, tuple[list[int], int]] = {}  # prompt and max_tokens, until the hand-over
+        self.origins: dict[str, Origin] = {}
         self.num_starved = 0
         self.count = 0
 
-    @rule(family=st.integers(0, 2), num_tokens=LENGTHS, max_tokens=LENGTHS)
-    def arrive(self, family: int, num_tokens: int, max_tokens: int) -> None:
+    @rule(family=st.integers(0, 2), num_tokens=LENGTHS, max_tokens=LENGTHS, origin=ORIGINS)
+    def arrive(self, family: int, num_tokens: int, max_tokens: int, origin: Origin) -> None:
         id = self._next_id()
-        self.rig.admit(id, prompt(family, num_tokens), max_tokens, seed=self.count)
+        self.rig.admit(id, prompt(family, num_tokens), max_tokens, seed=self.count, origin=origin)
         if self.rig.engine.fits_alone(num_tokens + max_tokens):
             self.wanted[id] = max_tokens
 
-    @rule(family=st.integers(0, 2), num_tokens=LENGTHS, max_tokens=LENGTHS)
-    def reserve(self, family: int, num_tokens: int, max_tokens: int) -> None:
+    @rule(family=st.integers(0, 2), num_tokens=LENGTHS, max_tokens=LENGTHS, origin=ORIGINS)
+    def reserve(self, family: int, num_tokens: int, max_tokens: int, origin: Origin) -> None:
         if self.rig.engine.fits_alone(num_tokens + max_tokens + 1):
             id = self._next_id()
             self.reserving[id] = prompt(family, num_tokens), max_tokens
-            self.rig.reserve(id, prompt(family, num_tokens))
+            self.origins[id] = origin
+            self.rig.reserve(id, prompt(family, num_tokens), origin)
 
     @precondition(lambda self: self.granted)
     @rule(choice=st.data(), landed=st.integers(0, 20))
@@ -65,7 +68,7 @@ class DecodeHistory(RuleBasedStateMachine):
         landed = min(landed, len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE
         lease = self.rig.reserved[RequestId(id)]
         self.rig.write(lease.blocks, tokens[:landed], min(landed, lease.num_cached))
-        self.rig.admit(id, tokens, max_tokens, num_computed=landed, seed=self.count)
+        self.rig.admit(id, tokens, max_tokens, num_computed=landed, seed=self.count, origin=self.origins[id])
         self.wanted[id] = max_tokens
 
     @precondition(lambda self: self.granted)
@@ -120,7 +123,13 @@ class DecodeHistory(RuleBasedStateMachine):
         tokens, max_tokens = self.reserving.pop(id)
         self.rig.pull(id, tokens)
         self.rig.admit(
-            id, [*tokens, 777], max_tokens + 1, num_prompt_tokens=len(tokens), num_computed=len(tokens), seed=self.count
+            id,
+            [*tokens, 777],
+            max_tokens + 1,
+            num_prompt_tokens=len(tokens),
+            num_computed=len(tokens),
+            seed=self.count,
+            origin=self.origins[id],
         )
         self.wanted[id] = max_tokens
 
@@ -132,7 +141,7 @@ class DecodeHistory(RuleBasedStateMachine):
             self.rig.release(id)
             del self.rig.reserved[RequestId(id)]
             self.reserving[id] = self.reserving.pop(id)
-            self.rig.reserve(id, self.reserving[id][0])
+            self.rig.reserve(id, self.reserving[id][0], self.origins[id])
             did = True
         self.num_starved = self.rig.num_starved
         return did
@@ -160,11 +169,11 @@ class PrefillHistory(RuleBasedStateMachine):
         self.open: dict[str, list[int]] = {}
         self.count = 0
 
-    @rule(family=st.integers(0, 2), num_tokens=LENGTHS)
-    def arrive(self, family: int, num_tokens: int) -> None:
+    @rule(family=st.integers(0, 2), num_tokens=LENGTHS, origin=ORIGINS)
+    def arrive(self, family: int, num_tokens: int, origin: Origin) -> None:
         self.count += 1
         self.open[str(self.count)] = prompt(family, num_tokens)
-        self.rig.admit(str(self.count), prompt(family, num_tokens), prefill=True)
+        self.rig.admit(str(self.count), prompt(family, num_tokens), prefill=True, origin=origin)
 
     @precondition(lambda self: self.open)
     @rule(choice=st.data())
@@ -259,15 +268,14 @@ def test_a_block_shared_without_a_reference_gives_wrong_tokens(monkeypatch: pyte
 def test_blocks_named_one_too_many_give_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a hash were offered before the block's bytes had landed."""
 
-    def name_at_admission(scheduler: Scheduler) -> EngineRequest | None:
-        request = admit(scheduler)
-        if request is not None:
-            for block, content in zip(request.blocks, request.hashes, strict=False):
-                scheduler._pool.name(block, content)
-        return request
+    def name_at_admission(scheduler: Scheduler, request: EngineRequest) -> bool:
+        admitted = admit(scheduler, request)
+        for block, content in zip(request.blocks, request.hashes, strict=False):
+            scheduler._pool.name(block, content)
+        return admitted
 
-    admit = Scheduler._admit_next
-    monkeypatch.setattr(Scheduler, "_admit_next", name_at_admission)
+    admit = Scheduler._admit
+    monkeypatch.setattr(Scheduler, "_admit", name_at_admission)
     rig = Rig(20, max_step_tokens=48)
     rig.admit("first", prompt(0, 100), 5)
     rig.engine.step()
@@ -284,16 +292,16 @@ def test_a_preempted_request_that_kept_its_computed_count_gives_wrong_tokens(mon
         preempt(scheduler, victim)
         kept[victim.id] = computed
 
-    def admit_with_the_old_count(scheduler: Scheduler) -> EngineRequest | None:
-        request = admit(scheduler)
-        if request is not None and request.id in kept:
+    def admit_with_the_old_count(scheduler: Scheduler, request: EngineRequest) -> bool:
+        admitted = admit(scheduler, request)
+        if admitted and request.id in kept:
             request.num_computed = kept.pop(request.id)
-        return request
+        return admitted
 
-    preempt, admit = Scheduler._preempt, Scheduler._admit_next
+    preempt, admit = Scheduler._preempt, Scheduler._admit
     kept: dict[RequestId, int] = {}
     monkeypatch.setattr(Scheduler, "_preempt", preempt_and_forget_nothing)
-    monkeypatch.setattr(Scheduler, "_admit_next", admit_with_the_old_count)
+    monkeypatch.setattr(Scheduler, "_admit", admit_with_the_old_count)
     rig = Rig(5, prefix_cache=False)
     rig.admit("old", prompt(0, 30), 40)
     rig.admit("new", prompt(1, 30), 20)
