@@ -327,10 +327,11 @@ class Prefill(Message, frozen=True):
 
 
 class Handover(Message, frozen=True):
-    """Decode node -> draining decode node: give me a request that you run. Items: BlocksReady*, one HandedOver.
+    """Decode node -> draining decode node: give me a request that you run. Items: one BlocksReady, one HandedOver.
 
-    Sends: one Stop, when the blocks announced so far have landed; the node then stops the request, ends its
-    Generate call with MOVED and announces the rest. One Pulled, after which it frees the blocks and Ends.
+    The blocks are those that are full by then; the node goes on meanwhile. Sends: one Stop, when they have
+    landed. The node then ends its own Generate call with MOVED, says how far it came and Ends; what it
+    computed since is computed again where the request goes on.
     """
 
     request: RequestId
@@ -368,7 +369,7 @@ class Pulled(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """What was announced has landed: stop the request and announce the rest."""
+    """What was announced has landed: stop the request here."""
 
 
 SentBody = Report | Pulled | Stop
@@ -410,6 +411,8 @@ class Tokens(Message, frozen=True):
     cached_tokens: int = 0
     phases: dict[str, float] | None = None
     path: str = ""
+    start: int | None = None
+    """In the first item: the place in the sequence of its first token."""
 
 
 class Leaving(Message, frozen=True):
@@ -438,14 +441,16 @@ class PrefillDone(Message, frozen=True):
 
 
 class HandedOver(Message, frozen=True):
-    """The request is stopped and every block of it has been announced. `tokens` is all of it, prompt included."""
+    """The request is stopped. `tokens` is all of it, prompt included; the last one was passed on and not computed."""
 
     tokens: list[int]
 
 
 class DrainProgress(Message, frozen=True):
+    """Calls that are still worked on, and how many were told to end because the time was over."""
+
     num_calls: int
-    num_moved: int = 0
+    num_evicted: int = 0
 
 
 class Holdings(Message, frozen=True):
