@@ -27,7 +27,8 @@ from coordinator.core.events import (
     WatchOpened,
 )
 from coordinator.core.policy import PrefillUnavailable
-from coordinator.core.state import ClusterState, Patience, Phase
+from coordinator.core.record import Patience, Phase
+from coordinator.core.state import ClusterState
 
 NAME = NodeId("coordinator")
 TICK_S = 0.1
@@ -98,16 +99,17 @@ class Coordinator:
             self._handle(NodeRegistered(connection, call.body.card))
             async for sent in call:
                 if isinstance(sent, Report):
-                    self._handle(NodeReported(connection, sent.load))
+                    self._handle(NodeReported(connection, sent.load, sent.cache))
         finally:
             del self._nodes[connection]
             self._handle(NodeLost(connection))
 
     async def _watch(self, call: IncomingCall) -> None:
+        assert isinstance(call.body, Watch)
         watcher = WatcherId(next(self._ids))
         self._watchers[watcher] = call
         try:
-            self._handle(WatchOpened(watcher))
+            self._handle(WatchOpened(watcher, call.body.gateway))
             async for _ in call:
                 pass  # a watcher only listens
         finally:
@@ -157,5 +159,5 @@ class Coordinator:
     def _log_moves(self, count: int) -> None:
         for move in list(self.state.history)[-count:] if count else []:
             reason = {"reason": move.reason} if move.reason else {}
-            write = log.info if move.phase in (Phase.READY, Phase.GONE) else log.warning
+            write = log.warning if move.phase in (Phase.STALLED, Phase.INCOMPATIBLE) else log.info
             write(f"node {move.phase}", node=move.node, incarnation=move.incarnation[:8], **reason)

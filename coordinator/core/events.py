@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NewType
 
-from common.messages import NodeCard, NodeLoad, Registered, Route, Routed, View, WireError
+from common.messages import CacheNews, GatewayCard, NodeCard, NodeLoad, Registered, Route, Routed, View, WireError
 
 ConnectionId = NewType("ConnectionId", int)
 WatcherId = NewType("WatcherId", int)
@@ -22,6 +22,7 @@ class NodeRegistered:
 class NodeReported:
     connection: ConnectionId
     load: NodeLoad
+    cache: CacheNews | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class NodeLost:
 @dataclass(frozen=True, slots=True)
 class WatchOpened:
     watcher: WatcherId
+    gateway: GatewayCard | None = None
 
 
 @dataclass(frozen=True, slots=True)

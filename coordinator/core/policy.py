@@ -1,29 +1,46 @@
 """Which pair of nodes serves a request. Deterministic: the same nodes and loads give the same answer.
 
 1. Only ready nodes that have not failed this request already are considered.
-2. Decode: a node with room for the prompt before one without, then the fewest requests, then the most free
-   blocks, then the name. Prefill: likewise by tokens that wait to be computed.
-3. What was routed to a node since its last report counts as if reported, so a burst spreads.
-4. The least loaded decode node that has a prefill partner wins over a less loaded one that has none. If
-   none has one, the policy says whether the prompt is computed at the decode node or the request refused.
+2. Prefill: a node with room for the prompt before one without, then the fewest tokens until this prompt is computed:
+   those that wait there and those of the prompt that are not in its cache. So a warm node wins until what waits there
+   outweighs what its cache spares. Then the fewest requests, then the name.
+3. Decode: a node with room before one without, then the fewest requests, where a prompt of which nothing is cached
+   counts as `2 + a quarter of the fewest` requests more: blocks that need not be pulled are worth that much of
+   a queue and no more, so a warm node is never overrun. Then the most free blocks, then the name.
+4. What was routed to a node since its last report counts as if reported, so a burst spreads.
+5. A prompt of which the decode node lacks no more than two blocks is computed there, whatever the policy: a hop takes
+   longer. Else the least loaded decode node that has a prefill partner wins over a less loaded one that has none. If
+   none has one, the policy says whether the prompt is computed at the decode node (`local`), the request refused
+   until a partner comes (`wait`), or refused (`fail`).
+6. With `first_token_s` only nodes are considered that can have the prompt computed by then, at the speed that they
+   showed of late; a node whose speed is unknown may try. A request that only late nodes could serve is refused with
+   the time that they are late. Priority changes nothing: what waits is not reported by class, and an estimate that
+   takes all of it only errs on the side of refusing who would be served first.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from common.errors import ContextLengthError, UnavailableError
+from common.errors import ContextLengthError, NoPrefillError, OverloadedError, UnavailableError
 from common.messages import NodeAddress, NodeCard, NodeLoad, NodeState, Role, Route, Routed
 from coordinator.core.membership import longest_prompt, longest_shared_prompt, pair_mismatch
 
 RETRY_AFTER_S = 1.0
+
+_HOME_BLOCKS = 2
+_WARMTH_REQUESTS = 2.0
+_WARMTH_SHARE = 0.25
 
 PrefillUnavailable = Literal["local", "wait", "fail"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A node as routing sees it. The routed counts are what it was given since its last report."""
+    """A node as routing sees it. The routed counts are what it was given since its last report.
+
+    `num_cached_blocks` are the leading full blocks of this request's prompt that its cache offers.
+    """
 
     card: NodeCard
     state: NodeState
@@ -31,6 +48,8 @@ class Candidate:
     num_routed: int = 0
     routed_tokens: int = 0
     routed_blocks: int = 0
+    num_cached_blocks: int = 0
+    prompt_tokens_per_s: float = 0.0
 
     @property
     def num_requests(self) -> int:
@@ -41,6 +60,28 @@ class Candidate:
     def free_blocks(self) -> int:
         return self.load.free_blocks - self.routed_blocks
 
+    def is_full(self, num_tokens: int) -> bool:
+        return self.free_blocks < blocks_for(self.card, num_tokens + 1)
+
+    def uncached_tokens(self, num_tokens: int) -> int:
+        """Of a prompt, those that are to be computed here: never none, the last one's logits draw the next token."""
+        block_size = self.card.layout.block_size
+        return num_tokens - min(self.num_cached_blocks, max(0, num_tokens - 1) // block_size) * block_size
+
+    def tokens_until_computed(self, num_tokens: int) -> int:
+        return self.load.num_waiting_tokens + self.routed_tokens + self.uncached_tokens(num_tokens)
+
+    def late_s(self, route: Route) -> float:
+        """By how much the first token would miss its time; 0 if it would not, or nobody knows."""
+        if route.first_token_s is None or not self.prompt_tokens_per_s:
+            return 0.0
+        first_token_s = self.tokens_until_computed(route.num_tokens) / self.prompt_tokens_per_s
+        return max(0.0, first_token_s - route.first_token_s)
+
+    def holds_nearly_all(self, num_tokens: int) -> bool:
+        uncached = self.uncached_tokens(num_tokens)
+        return uncached < num_tokens and uncached <= _HOME_BLOCKS * self.card.layout.block_size
+
 
 def blocks_for(card: NodeCard, num_tokens: int) -> int:
     return -(-num_tokens // card.layout.block_size)
@@ -49,20 +90,30 @@ def blocks_for(card: NodeCard, num_tokens: int) -> int:
 def choose(route: Route, nodes: Sequence[Candidate], *, prefill_unavailable: PrefillUnavailable) -> Routed:
     """Where the request goes; `nodes` are all that serve its model, whatever their state.
 
-    UnavailableError if nobody can serve it now, ContextLengthError if nobody ever can.
+    UnavailableError if nobody can serve it now, NoPrefillError if the policy forbids who could, OverloadedError if
+    nobody can in time, ContextLengthError if nobody ever can.
     """
     usable = [node for node in nodes if _usable(node, route)]
-    decodes = _by_load(usable, Role.DECODE, route)
-    prefills = _by_load(usable, Role.PREFILL, route)
+    decodes = _decodes_by_rank(usable, route.num_tokens)
+    prefills = _prefills_by_rank(usable, route.num_tokens)
     if not decodes:
         raise _no_decode(route, nodes)
+    punctual = [prefill for prefill in prefills if not prefill.late_s(route)]
     for decode in decodes:
-        for prefill in prefills:
+        if decode.holds_nearly_all(route.num_tokens) and not decode.late_s(route):
+            return Routed(_address(decode), why="cached-at-home")
+        for prefill in punctual:
             if _fits_pair(prefill.card, decode.card, route.num_tokens):
-                return Routed(_address(decode), _address(prefill), why="least-loaded")
-    if prefill_unavailable == "local":
-        return Routed(_address(decodes[0]), why="no-prefill-fits" if prefills else "no-prefill-node")
-    raise _no_prefill(route, nodes)
+                why = "cached-prefix" if prefill.num_cached_blocks else "least-loaded"
+                return Routed(_address(decode), _address(prefill), why=why)
+    if len(punctual) < len(prefills) and (late := _partner(decodes, prefills, route.num_tokens)):
+        raise _too_late(route, late)
+    if prefill_unavailable != "local":
+        raise _no_prefill(route, nodes, prefill_unavailable)
+    for decode in decodes:
+        if not decode.late_s(route):
+            return Routed(_address(decode), why="no-prefill-fits" if prefills else "no-prefill-node")
+    raise _too_late(route, min(decodes, key=lambda decode: decode.late_s(route)))
 
 
 def _usable(node: Candidate, route: Route) -> bool:
@@ -77,15 +128,45 @@ def _fits_pair(prefill: NodeCard, decode: NodeCard, num_tokens: int) -> bool:
     return num_tokens <= longest_shared_prompt(prefill, decode) and pair_mismatch(prefill, decode) is None
 
 
-def _by_load(nodes: Sequence[Candidate], role: Role, route: Route) -> list[Candidate]:
-    def load(node: Candidate) -> tuple[object, ...]:
-        full = node.free_blocks < blocks_for(node.card, route.num_tokens + 1)
-        if role is Role.PREFILL:
-            waiting_tokens = node.load.num_waiting_tokens + node.routed_tokens
-            return (full, waiting_tokens, node.num_requests, node.card.node)
-        return (full, node.num_requests, -node.free_blocks, node.card.node)
+def _partner(decodes: Sequence[Candidate], prefills: Sequence[Candidate], num_tokens: int) -> Candidate | None:
+    """The first prefill node that could serve this prompt with any of the decode nodes."""
+    for prefill in prefills:
+        if any(_fits_pair(prefill.card, decode.card, num_tokens) for decode in decodes):
+            return prefill
+    return None
 
-    return sorted((node for node in nodes if node.card.role is role), key=load)
+
+def _prefills_by_rank(nodes: Sequence[Candidate], num_tokens: int) -> list[Candidate]:
+    """Rule 2."""
+
+    def rank(node: Candidate) -> tuple[object, ...]:
+        return (node.is_full(num_tokens), node.tokens_until_computed(num_tokens), node.num_requests, node.card.node)
+
+    return sorted((node for node in nodes if node.card.role is Role.PREFILL), key=rank)
+
+
+def _decodes_by_rank(nodes: Sequence[Candidate], num_tokens: int) -> list[Candidate]:
+    """Rule 3."""
+    decodes = [node for node in nodes if node.card.role is Role.DECODE]
+    fewest = min((node.num_requests for node in decodes if not node.is_full(num_tokens)), default=0)
+    warmth = _WARMTH_REQUESTS + _WARMTH_SHARE * fewest
+
+    def rank(node: Candidate) -> tuple[object, ...]:
+        uncached_share = node.uncached_tokens(num_tokens) / max(1, num_tokens)
+        cost = node.num_requests + warmth * uncached_share
+        return (node.is_full(num_tokens), cost, uncached_share, -node.free_blocks, node.card.node)
+
+    return sorted(decodes, key=rank)
+
+
+def _too_late(route: Route, node: Candidate) -> OverloadedError:
+    assert route.first_token_s is not None
+    late_s = node.late_s(route)
+    return OverloadedError(
+        f"the first token would come in {route.first_token_s + late_s:.1f} s at the earliest, "
+        f"wanted within {route.first_token_s:g} s",
+        retry_after_s=max(RETRY_AFTER_S, late_s),
+    )
 
 
 def _no_decode(route: Route, nodes: Sequence[Candidate]) -> ContextLengthError | UnavailableError:
@@ -96,7 +177,9 @@ def _no_decode(route: Route, nodes: Sequence[Candidate]) -> ContextLengthError |
     return _unavailable(route, Role.DECODE, nodes)
 
 
-def _no_prefill(route: Route, nodes: Sequence[Candidate]) -> ContextLengthError | UnavailableError:
+def _no_prefill(
+    route: Route, nodes: Sequence[Candidate], policy: PrefillUnavailable
+) -> ContextLengthError | UnavailableError:
     by_role = {role: [node.card for node in nodes if node.card.role is role] for role in Role}
     longest = max(
         (
@@ -109,7 +192,8 @@ def _no_prefill(route: Route, nodes: Sequence[Candidate]) -> ContextLengthError 
     )
     if longest is not None and route.num_tokens > longest:
         return _too_long(route, longest)
-    return _unavailable(route, Role.PREFILL, nodes)
+    error = _unavailable(route, Role.PREFILL, nodes)
+    return NoPrefillError(error.message, retry_after_s=error.retry_after_s) if policy == "fail" else error
 
 
 def _too_long(route: Route, longest: int) -> ContextLengthError:

@@ -1,8 +1,10 @@
 """The cluster as the coordinator knows it: events in, commands out. Soft state, told anew by every node.
 
     (new) ── registers ──> READY <── stops or starts reporting or progressing ──> STALLED
-                             ^                                                       ^
-                             └────── peers differ or fit ──> INCOMPATIBLE <──────────┘
+                             ^ ^                                                  ^ ^
+                             │ └────── says that it is drained, or not ──> DRAINING │
+                             │                                             ^        │
+                             └── peers differ or fit ──> INCOMPATIBLE <────┴────────┘
     any of them ── connection lost, or the name taken by a newer process ──> GONE (forgotten)
 
 1. A node is known by the connection that it registered on. What comes from a connection that no node has any
@@ -10,25 +12,31 @@
 2. A name belongs to the newest process that claims it. The older one is told and never comes back, whatever
    it does: an incarnation that was replaced once stays replaced.
 3. The same process on a new connection is the same node; only its connection changes.
-4. INCOMPATIBLE wins over STALLED wins over READY. Only READY nodes are routed to.
+4. INCOMPATIBLE wins over STALLED wins over DRAINING wins over READY. Only READY nodes are routed to. A draining node
+   is one of its model like any other when cards are compared.
 5. A node is STALLED while its last report is older than `silence_s` or says that its engine has finished
    nothing for `progress_s`.
 6. If no tick came for `pause_s`, it was we who slept: nobody's silence counts for that time.
 7. Watchers get a view at once when they come, then at every change, but no more often than every
    `state_gap_s` (somebody came, left or changed state) or `load_gap_s` (loads only).
 8. A model that was served within `model_memory_s` is unavailable, not unknown: its nodes may be restarting.
+9. Nodes tell which blocks their caches offer, at first the whole, then changes, so that a coordinator that starts
+   knows after a few reports where a prefix is warm. It is a hint: a block may be gone when a request gets there.
+10. Several coordinators know nothing of each other. Each counts what it routed itself until the node's next report,
+   which holds what the others sent as well; what a node cannot take it refuses by itself.
+11. A gateway is in view while a Watch of its process is open.
 """
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import assert_never
 
 from msgspec.structs import replace
 
 from common.errors import BatonError, InvalidTransition, ModelNotFoundError, UnavailableError
 from common.messages import (
+    GatewayCard,
     Incarnation,
     NodeCard,
     NodeId,
@@ -36,6 +44,8 @@ from common.messages import (
     NodeState,
     NodeView,
     Registered,
+    Route,
+    Routed,
     View,
     WireError,
 )
@@ -57,39 +67,11 @@ from coordinator.core.events import (
     WatchOpened,
 )
 from coordinator.core.membership import misfits, model_mismatch, reference
-from coordinator.core.policy import RETRY_AFTER_S, Candidate, PrefillUnavailable, blocks_for, choose
+from coordinator.core.policy import RETRY_AFTER_S, Candidate, PrefillUnavailable, choose
+from coordinator.core.record import MOVES, NodeRecord, Patience, Phase, block_names
 
 _KEPT_MOVES = 1000
 _KEPT_REPLACED = 1000
-
-
-class Phase(StrEnum):
-    READY = "ready"
-    STALLED = "stalled"
-    INCOMPATIBLE = "incompatible"
-    GONE = "gone"
-
-
-_MOVES: dict[Phase, tuple[Phase, ...]] = {
-    Phase.READY: (Phase.STALLED, Phase.INCOMPATIBLE, Phase.GONE),
-    Phase.STALLED: (Phase.READY, Phase.INCOMPATIBLE, Phase.GONE),
-    Phase.INCOMPATIBLE: (Phase.READY, Phase.STALLED, Phase.GONE),
-    Phase.GONE: (),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How long what is waited for; the numbers of the rules above."""
-
-    silence_s: float = 3.0
-    progress_s: float = 10.0
-    pause_s: float = 1.0
-    state_gap_s: float = 0.05
-    load_gap_s: float = 0.5
-    model_memory_s: float = 600.0
-    settle_s: float = 0.25
-    """A request routed this shortly before a report may not be in it yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,35 +85,6 @@ class Move:
     reason: str
 
 
-@dataclass(slots=True, kw_only=True)
-class _Node:
-    card: NodeCard
-    connection: ConnectionId
-    reported_s: float
-    load: NodeLoad
-    phase: Phase = Phase.READY
-    reason: str = ""
-    misfit: str = ""
-    routed: deque[tuple[float, int]] = field(default_factory=deque)  # (when, tokens) since the last report
-
-    def stall(self, now_s: float, patience: Patience) -> str:
-        if now_s - self.reported_s > patience.silence_s:
-            return f"no report for over {patience.silence_s:g} s"
-        if self.load.progress_age_s > patience.progress_s:
-            return f"no progress for over {patience.progress_s:g} s"
-        return ""
-
-    def candidate(self) -> Candidate:
-        return Candidate(
-            card=self.card,
-            state=NodeState(self.phase),
-            load=self.load,
-            num_routed=len(self.routed),
-            routed_tokens=sum(tokens for _, tokens in self.routed),
-            routed_blocks=sum(blocks_for(self.card, tokens + 1) for _, tokens in self.routed),
-        )
-
-
 class ClusterState:
     """`history` holds the latest moves, `num_moves` counts them all."""
 
@@ -140,12 +93,12 @@ class ClusterState:
     ) -> None:
         self._prefill_unavailable: PrefillUnavailable = prefill_unavailable
         self._patience = patience or Patience()
-        self._nodes: dict[NodeId, _Node] = {}  # in order of registration
+        self._nodes: dict[NodeId, NodeRecord] = {}  # in order of registration
         self._connections: dict[ConnectionId, NodeId] = {}
         self._replaced: dict[Incarnation, None] = {}
         self._standards: dict[str, NodeCard] = {}  # model -> what its nodes were last compared with
         self._models_s: dict[str, float] = {}  # model -> when a node of it was last there
-        self._watchers: dict[WatcherId, None] = {}
+        self._watchers: dict[WatcherId, GatewayCard | None] = {}
         self._ticked_s = now_s
         self._published_s = now_s
         self._unpublished: float | None = None  # the gap that the oldest unpublished change must keep
@@ -161,11 +114,14 @@ class ClusterState:
                 self._report(event, now_s)
             case NodeLost():
                 commands += self._lose(event, now_s)
-            case WatchOpened(watcher):
-                self._watchers[watcher] = None
+            case WatchOpened(watcher, gateway):
+                self._watchers[watcher] = gateway
                 commands.append(PublishView((watcher,), self.view()))
+                if gateway is not None:
+                    self._changed(self._patience.state_gap_s)
             case WatchClosed(watcher):
-                self._watchers.pop(watcher, None)
+                if self._watchers.pop(watcher, None) is not None:
+                    self._changed(self._patience.state_gap_s)
             case RouteAsked():
                 commands.append(self._route(event, now_s))
             case Ticked():
@@ -175,9 +131,13 @@ class ClusterState:
         return commands + self._publish(now_s)
 
     def view(self) -> View:
-        """Every known node, by name."""
+        """Every known node and gateway, by name."""
         nodes = sorted(self._nodes.values(), key=lambda node: node.card.node)
-        return View(tuple(NodeView(node.card, NodeState(node.phase), node.reason, node.load) for node in nodes))
+        gateways = {card.incarnation: card for card in self._watchers.values() if card is not None}
+        return View(
+            tuple(NodeView(node.card, NodeState(node.phase), node.reason, node.load) for node in nodes),
+            tuple(sorted(gateways.values(), key=lambda card: (card.node, card.incarnation))),
+        )
 
     # --- events ----------------------------------------------------------------------------------------
 
@@ -198,7 +158,9 @@ class ClusterState:
             if len(self._replaced) > _KEPT_REPLACED:
                 del self._replaced[next(iter(self._replaced))]
             self._forget(old, "replaced by a newer process", now_s)
-        node = _Node(card=card, connection=connection, reported_s=now_s, load=NodeLoad(free_blocks=card.num_blocks))
+        node = NodeRecord(
+            card=card, connection=connection, reported_s=now_s, load=NodeLoad(free_blocks=card.num_blocks)
+        )
         self._nodes[card.node] = node
         self._connections[connection] = card.node
         standard = self._standards.get(card.model)
@@ -214,10 +176,7 @@ class ClusterState:
             return
         if not _same_load(event.load, node.load):
             self._changed(self._patience.load_gap_s)
-        node.load = event.load
-        node.reported_s = now_s
-        while node.routed and node.routed[0][0] <= now_s - self._patience.settle_s:
-            node.routed.popleft()
+        node.report(event.load, event.cache, now_s=now_s, settle_s=self._patience.settle_s)
         self._review(node, now_s)
 
     def _lose(self, event: NodeLost, now_s: float) -> list[ClusterCommand]:
@@ -234,14 +193,21 @@ class ClusterState:
         route = event.route
         try:
             self._check_model(route.model, now_s)
-            nodes = [node.candidate() for node in self._nodes.values() if node.card.model == route.model]
+            prefix = block_names(route.prefix)
+            nodes = [node.candidate(prefix) for node in self._peers(route.model)]
             routed = choose(route, nodes, prefill_unavailable=self._prefill_unavailable)
         except BatonError as error:
             return RefuseRoute(event.ask, WireError.of(error))
-        for address in (routed.decode, routed.prefill):
-            if address is not None:
-                self._nodes[address.node].routed.append((now_s, route.num_tokens))
+        self._book(route, routed, nodes, now_s)
         return AnswerRoute(event.ask, routed)
+
+    def _book(self, route: Route, routed: Routed, nodes: Sequence[Candidate], now_s: float) -> None:
+        computes = routed.prefill or routed.decode
+        for node in nodes:
+            if node.card.incarnation in (computes.incarnation, routed.decode.incarnation):
+                uncached = node.uncached_tokens(route.num_tokens)
+                computed = uncached if node.card.incarnation == computes.incarnation else 0
+                self._nodes[node.card.node].book(route.num_tokens, uncached=uncached, computed=computed, now_s=now_s)
 
     def _tick(self, now_s: float) -> None:
         slept_s = now_s - self._ticked_s
@@ -253,7 +219,7 @@ class ClusterState:
 
     # --- what follows from them ------------------------------------------------------------------------
 
-    def _node_of(self, connection: ConnectionId) -> _Node | None:
+    def _node_of(self, connection: ConnectionId) -> NodeRecord | None:
         name = self._connections.get(connection)
         return None if name is None else self._nodes[name]
 
@@ -266,10 +232,10 @@ class ClusterState:
             raise UnavailableError(f"no node serves {model} now", retry_after_s=RETRY_AFTER_S)
         raise ModelNotFoundError(f"there is no model {model!r}; there is {', '.join(sorted(served))}")
 
-    def _peers(self, model: str) -> list[_Node]:
+    def _peers(self, model: str) -> list[NodeRecord]:
         return [node for node in self._nodes.values() if node.card.model == model]
 
-    def _compare(self, model: str, now_s: float, *, newcomer: _Node | None = None) -> list[ClusterCommand]:
+    def _compare(self, model: str, now_s: float, *, newcomer: NodeRecord | None = None) -> list[ClusterCommand]:
         """Hold the nodes of one model name against each other again; tell those that come to fit or cease to.
 
         The newcomer has no phase to leave and has still to be told anything.
@@ -290,18 +256,16 @@ class ClusterState:
                 self._review(node, now_s)
         return commands
 
-    def _review(self, node: _Node, now_s: float) -> None:
+    def _review(self, node: NodeRecord, now_s: float) -> None:
         """Bring a node's phase in line with what is known of it."""
-        stall = node.stall(now_s, self._patience)
-        phase = Phase.INCOMPATIBLE if node.misfit else Phase.STALLED if stall else Phase.READY
-        reason = node.misfit or stall
+        phase, reason = node.standing(now_s, self._patience)
         if phase is not node.phase:
             self._move(node, phase, reason, now_s)
         elif reason != node.reason:
             node.reason = reason
             self._changed(self._patience.state_gap_s)
 
-    def _forget(self, node: _Node, reason: str, now_s: float) -> None:
+    def _forget(self, node: NodeRecord, reason: str, now_s: float) -> None:
         self._move(node, Phase.GONE, reason, now_s)
         del self._nodes[node.card.node]
         del self._connections[node.connection]
@@ -309,14 +273,14 @@ class ClusterState:
         if not self._peers(node.card.model):
             self._standards.pop(node.card.model, None)
 
-    def _move(self, node: _Node, phase: Phase, reason: str, now_s: float) -> None:
-        if phase not in _MOVES[node.phase]:
+    def _move(self, node: NodeRecord, phase: Phase, reason: str, now_s: float) -> None:
+        if phase not in MOVES[node.phase]:
             moves = [move for move in self.history if move.incarnation == node.card.incarnation]
             raise InvalidTransition(f"node {node.card.node} {node.phase} -> {phase}; history {moves}")
         node.phase, node.reason = phase, reason
         self._record(node, now_s)
 
-    def _record(self, node: _Node, now_s: float) -> None:
+    def _record(self, node: NodeRecord, now_s: float) -> None:
         self.history.append(Move(now_s, node.card.node, node.card.incarnation, node.phase, node.reason))
         self.num_moves += 1
         self._changed(self._patience.state_gap_s)

@@ -18,7 +18,7 @@ from common.model.fake import FakeRunner, fake_layout, fake_oracle
 from common.node import NodeHost, new_incarnation
 from common.rpc.call import LinkTimes
 from common.rpc.memory import MemoryNetwork
-from coordinator.core.state import Patience
+from coordinator.core.record import Patience
 from coordinator.server import Coordinator
 from decode_node.node import DecodeNode
 from decode_node.readers import Readers

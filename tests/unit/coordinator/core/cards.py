@@ -35,8 +35,8 @@ def make_card(name: str, role: Role | None = None, *, incarnation: str = "", **f
 
 
 def make_candidate(name: str, *, state: NodeState = NodeState.READY, **fields: Any) -> Candidate:
-    """Fields of the load, of the candidate (routed ones) and of the card may be mixed."""
-    routed = {key: fields.pop(key) for key in list(fields) if "routed" in key}
+    """Fields of the load, of the candidate and of the card may be mixed."""
+    own = {key: fields.pop(key) for key in list(fields) if key in Candidate.__dataclass_fields__}
     load = {key: fields.pop(key) for key in list(fields) if key in NodeLoad.__struct_fields__}
     candidate = Candidate(card=make_card(name, **fields), state=state, load=NodeLoad(**{"free_blocks": 100, **load}))
-    return replace(candidate, **routed)
+    return replace(candidate, **own)
