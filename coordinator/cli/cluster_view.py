@@ -1,16 +1,16 @@
 """A coordinator's view for people and for programs. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import asdict
 
 from common.messages import NodeState, NodeView, Role, View
+from coordinator.cli.table import BOLD, DIM, columns, paint
 from coordinator.core.membership import common_transports, pair_mismatch
 
 _MAX_PAIRS_SHOWN = 16
-_BOLD, _DIM, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 _STATE_COLOURS = {
     NodeState.READY: "\x1b[32m",
     NodeState.DRAINING: "\x1b[36m",
@@ -103,15 +103,15 @@ def _nodes(view: View, colours: bool) -> list[str]:
         )
         for node in view.nodes
     ]
-    heading, *body = _columns([heads, *rows], right_from=4)
-    lines = [_paint(heading, _BOLD, colours)]
+    heading, *body = columns([heads, *rows], right_from=4)
+    lines = [paint(heading, BOLD, colours)]
     for node, line in zip(view.nodes, body, strict=True):
         # The state's word stands apart from all else in its line: a node may be called anything.
         start = heading.index("STATE")
         end = start + len(node.state)
-        lines.append(line[:start] + _paint(line[start:end], _STATE_COLOURS[node.state], colours) + line[end:])
+        lines.append(line[:start] + paint(line[start:end], _STATE_COLOURS[node.state], colours) + line[end:])
         if node.reason:
-            lines.append(_paint(f"  {node.reason}", _DIM, colours))
+            lines.append(paint(f"  {node.reason}", DIM, colours))
     return lines
 
 
@@ -130,24 +130,8 @@ def _pairs(view: View) -> list[str]:
     rows = [
         (f"  {pair.prefill} -> {pair.decode}", pair.reason or f"over {', '.join(pair.transports)}") for pair in shown
     ]
-    return lines + _columns(rows, right_from=2)
+    return lines + columns(rows, right_from=2)
 
 
 def _not_ready(node: NodeView) -> str:
     return "" if node.state is NodeState.READY else f"{node.card.node} is {node.state}"
-
-
-def _columns(rows: Sequence[tuple[str, ...]], *, right_from: int) -> list[str]:
-    """Cells in columns two spaces apart; from column `right_from` on they are numbers, flush right."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if index >= right_from else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def _paint(text: str, colour: str, colours: bool) -> str:
-    return f"{colour}{text}{_RESET}" if colours else text

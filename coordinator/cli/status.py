@@ -30,10 +30,7 @@ def main(
     """Show nodes, their states, pairs and load."""
     from common.rpc.link import ZmqNetwork  # 40 ms that --help need not pay
 
-    try:
-        timeout_s = float(timeout)
-    except ValueError:
-        raise typer.BadParameter(f"{timeout!r} is no number of seconds", param_hint="--timeout") from None
+    timeout_s = seconds(timeout, "--timeout")
 
     def show(view: View) -> bool:
         if as_json:
@@ -55,6 +52,14 @@ def main(
         raise SystemExit(1) from error
     except KeyboardInterrupt:
         raise SystemExit(0) from None
+
+
+def seconds(text: str, flag: str) -> float:
+    """A flag's value. BadParameter in words of our own."""
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no number of seconds", param_hint=flag) from None
 
 
 async def each_view(network: Network, coordinator: str, show: Callable[[View], bool], *, timeout_s: float) -> None:
