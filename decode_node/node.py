@@ -168,9 +168,9 @@ class _GenerateShell:
                 self.feed(item)
 
     def _prefill_ended(self, task: asyncio.Task[None]) -> None:
+        error = _error_of(task)  # looked at in any case, lest the loop complains about an error nobody saw
         if task is self._asking:  # else closed by us: the role knows
             self._asking = None
-            error = _error_of(task)
             log.info("prefill ended early", request=self.id, error=error)
             self.feed(PrefillEnded(error))
 
