@@ -19,10 +19,9 @@ from common import telemetry
 from common.clock import Clock, SystemClock, new_id
 from common.config import NodeConfig
 from common.engine.events import Count, Probe
-from common.engine.limits import Limits
+from common.engine.limits import Limits, QueueBounds
 from common.engine.loop import Engine
 from common.engine.port import EnginePort
-from common.errors import OverloadedError
 from common.kv_cache.cache_news import OfferedNames
 from common.kv_cache.memory import PoolMemory
 from common.messages import (
@@ -33,6 +32,7 @@ from common.messages import (
     NodeId,
     NodeLoad,
     Offer,
+    Priority,
     RequestBody,
     RequestId,
     Role,
@@ -40,8 +40,6 @@ from common.messages import (
 from common.model.base import Runner
 from common.rpc.base import Client, Handler, IncomingCall, Network, Server
 from common.rpc.registration import stay_registered
-
-_RETRY_AFTER_S = 1.0
 
 log = telemetry.logger(__name__)
 
@@ -158,11 +156,16 @@ class NodeHost:
         log.info("serving", node=self.name, role=self.role, address=server.address)
         return card
 
-    def check_queue(self) -> None:
-        """OverloadedError if as many requests as may wait are waiting already."""
-        num_waiting, most = self.engine.stats().num_waiting, self.config.engine.max_waiting
-        if num_waiting >= most:
-            raise OverloadedError(f"{self.name}: {num_waiting} requests are waiting", retry_after_s=_RETRY_AFTER_S)
+    def check_queue(self, priority: Priority) -> None:
+        """OverloadedError if as many as may wait are waiting already."""
+        num_waiting, num_waiting_tokens = self.engine.num_waiting()
+        bounds = QueueBounds(self.config.engine.max_waiting, self.config.engine.max_waiting_tokens)
+        bounds.check(
+            priority,
+            num_waiting=num_waiting,
+            num_waiting_tokens=num_waiting_tokens,
+            tokens_per_s=self.engine.stats().tokens_per_s,
+        )
 
     def engine_id(self) -> RequestId:
         """An id for one call's request in this engine."""

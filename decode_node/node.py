@@ -79,7 +79,7 @@ class DecodeNode:
             num_prompt_tokens=body.num_prompt_tokens,
             sampling=body.sampling,
         )
-        self._host.check_queue()
+        self._host.check_queue(body.origin.priority)
         shell = _GenerateShell(self._host, self._readers, call, body)
         self._calls[shell.id] = shell
         try:

@@ -193,7 +193,7 @@ class GenerateCall:
             return self._admit(now_s)
         if self._num_wanted == 1:  # rule 6: its one token comes from prefill, nothing to reserve
             return self._ask_prefill(now_s)
-        return [Reserve(self._id, list(self._tokens))]
+        return [Reserve(self._id, list(self._tokens), self._body.origin)]
 
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
         if self.state is State.ENDED:
@@ -242,6 +242,7 @@ class GenerateCall:
             num_prompt_tokens=body.num_prompt_tokens,
             sampling=body.sampling,
             layout=self._layout,
+            origin=body.origin,
         )
         return [AskPrefill(body.prefill, prefill)]
 
@@ -337,7 +338,7 @@ class GenerateCall:
             case State.RESERVING:
                 self._drop_blocks()
                 self._to_reserving(now_s)
-                return [Release(self._id), Reserve(self._id, list(self._tokens))]
+                return [Release(self._id), Reserve(self._id, list(self._tokens), self._body.origin)]
             case State.DECODING:
                 return self._admit(now_s, num_computed=self._num_landed_tokens())
             case _:
@@ -361,6 +362,7 @@ class GenerateCall:
             sampling=self._body.sampling,
             num_computed=num_computed,
             num_cached=self.num_cached,
+            origin=self._body.origin,
         )
         self._drop_blocks()  # the scheduler's from here on
         self._move(State.DECODING, now_s)

@@ -57,7 +57,7 @@ class PrefillNode:
             sampling=body.sampling,
             stops_after_first=True,
         )
-        host.check_queue()
+        host.check_queue(body.origin.priority)
         await _PrefillShell(host, call, body).run()
 
 

@@ -71,6 +71,7 @@ class PrefillCall:
             sampling=body.sampling,
             stop_after_first=True,
             keep_blocks=True,
+            origin=body.origin,
         )
         return [Admit(request)]
 

@@ -119,7 +119,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     `num_waiting` are requests and reservations without a place, `num_waiting_tokens` what is still to be computed
     for all that are scheduled. `free_blocks` includes evictable ones. `tokens_per_s` are tokens computed per
     second of recent step time, prompt and output alike. `last_progress_s` is the clock's time at the end of the
-    last good step or at the last idle moment.
+    last good step or at the last idle moment. `num_taken` are the requests and reservations taken in from the shell,
+    `num_taken_tokens` what was to be computed for them.
     """
 
     num_waiting: int = 0
@@ -135,3 +136,5 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_computed_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_failed: int = 0
+    num_taken: int = 0
+    num_taken_tokens: int = 0

@@ -1,9 +1,14 @@
-"""What a node can take on: the one check that both roles make before anything is held."""
+"""What a node can take on: the checks that both roles make before anything is held."""
 
+import math
 from dataclasses import dataclass
 
-from common.errors import ContextLengthError, IncompatibleError, RequestError
-from common.messages import Sampling
+from common.errors import ContextLengthError, IncompatibleError, OverloadedError, RequestError
+from common.messages import Priority, Sampling
+
+_SHARES = {Priority.HIGH: 1.0, Priority.NORMAL: 0.9, Priority.LOW: 0.5}
+"""Of the queue's bounds: what a class may fill. The rest is kept free for higher ones."""
+MAX_RETRY_AFTER_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +60,28 @@ class Limits:
                 f"prompt and answer may reach {longest} tokens, the KV cache of this node holds "
                 f"{self.num_blocks * self.block_size}; ask for fewer tokens"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class QueueBounds:
+    """How many requests, and how many tokens still to be computed, may wait."""
+
+    max_waiting: int
+    max_waiting_tokens: int
+
+    def check(self, priority: Priority, *, num_waiting: int, num_waiting_tokens: int, tokens_per_s: float) -> None:
+        """OverloadedError if no more of this class may join so many that wait.
+
+        It says when to try again: when what waits now is computed at the present speed.
+        """
+        share = _SHARES[priority]
+        if num_waiting >= math.ceil(share * self.max_waiting):
+            what = f"{num_waiting} requests are waiting"
+        elif num_waiting_tokens >= math.ceil(share * self.max_waiting_tokens):
+            what = f"{num_waiting_tokens} tokens are waiting to be computed"
+        else:
+            return
+        wait_s = num_waiting_tokens / tokens_per_s if tokens_per_s > 0 else 0.0
+        raise OverloadedError(
+            f"{what}, no more of priority {priority} are taken", retry_after_s=min(max(1.0, wait_s), MAX_RETRY_AFTER_S)
+        )

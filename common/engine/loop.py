@@ -85,6 +85,8 @@ class Engine:
         self._inbox: SimpleQueue[Command | None] = SimpleQueue()  # None: stop
         self._events: list[Event] = []
         self._meter = Meter()
+        self._num_posted = self._num_posted_tokens = 0
+        self._num_taken = self._num_taken_tokens = 0
         self._said_starved = False
         self._broken = ""
         self._stopping = False
@@ -104,11 +106,23 @@ class Engine:
             self._thread.join()
 
     def post(self, command: Command) -> None:
-        """Queue a command; never blocks."""
+        """Queue a command; never blocks. Reserve and Admit from one thread only: they are counted."""
+        if isinstance(command, Reserve | Admit):
+            self._num_posted += 1
+            self._num_posted_tokens += _tokens_to_compute(command)
         self._inbox.put(command)
 
     def stats(self) -> EngineStats:
         return self._stats
+
+    def num_waiting(self) -> tuple[int, int]:
+        """Requests and reservations that wait, and tokens to be computed; what is still in the inbox included."""
+        stats = self._stats
+        num_unseen, num_unseen_tokens = (
+            self._num_posted - stats.num_taken,
+            self._num_posted_tokens - stats.num_taken_tokens,
+        )
+        return stats.num_waiting + num_unseen, stats.num_waiting_tokens + num_unseen_tokens
 
     def fits_alone(self, num_tokens_max: int) -> bool:
         """Whether a request that may reach so many tokens could ever finish here."""
@@ -155,6 +169,9 @@ class Engine:
             self._obey(command)
 
     def _obey(self, command: Command | None) -> None:
+        if isinstance(command, Reserve | Admit):
+            self._num_taken += 1
+            self._num_taken_tokens += _tokens_to_compute(command)
         match command:
             case None:
                 self._stopping = True
@@ -193,6 +210,7 @@ class Engine:
         if not plan.chunks:
             return granted
         self._flush()
+        self._stats = self._snapshot()  # who joined this step waits no longer, and it may take a while
         started_s = self._clock.now_s()
         done, tokens = self._execute(plan)
         now_s = self._clock.now_s()
@@ -282,6 +300,8 @@ class Engine:
             num_computed_prompt_tokens=meter.num_computed_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,
             num_failed=meter.num_failed,
+            num_taken=self._num_taken,
+            num_taken_tokens=self._num_taken_tokens,
         )
 
     def _counted(self) -> Counted:
@@ -296,6 +316,10 @@ class Engine:
     def check_invariants(self) -> None:
         """Never beside the running thread."""
         self._scheduler.check_invariants()
+
+
+def _tokens_to_compute(command: Reserve | Admit) -> int:
+    return command.request.num_uncomputed if isinstance(command, Admit) else 0
 
 
 def _words(error: Exception) -> str:

@@ -101,7 +101,7 @@ async def test_beyond_the_queue_a_node_refuses_at_once_and_the_queue_is_served(c
     served = [result for result in results if isinstance(result, Answer)]
     assert len(refused) + len(served) == 12
     assert all(error.retry_after_s for error in refused)
-    assert len(served) >= 4
+    assert len(served) >= 3, "they came in one turn of the loop, before the engine could take any"
 
 
 async def test_a_pool_smaller_than_the_models_context_is_what_a_node_promises(cluster: Cluster) -> None:

@@ -1,5 +1,6 @@
 """The rules of decode_node.role, one by one, then in random order."""
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -27,7 +28,9 @@ from common.messages import (
     LayerKV,
     NodeAddress,
     NodeId,
+    Origin,
     PrefillDone,
+    Priority,
     RequestId,
     Sampling,
 )
@@ -102,6 +105,22 @@ def test_room_is_reserved_before_prefill_is_asked() -> None:
     assert isinstance(ask, AskPrefill)
     assert ask.address == PREFILL
     assert ask.body.tokens == list(range(40))
+
+
+@pytest.mark.parametrize("prefill", [PREFILL, None])
+def test_whose_request_it_is_goes_with_all_that_is_asked_for(prefill: NodeAddress | None) -> None:
+    origin = Origin(b"tenant", Priority.LOW)
+    call, commands = a_call(msgspec.structs.replace(generate(prefill=prefill), origin=origin))
+    if prefill is None:
+        assert the_admit(commands).request.origin == origin
+        return
+    assert commands == [Reserve(ID, list(range(40)), origin)]
+    [ask] = feed(call, reserved())
+    assert isinstance(ask, AskPrefill)
+    assert ask.body.origin == origin
+    assert feed(call, Reclaimed())[-1] == Reserve(ID, list(range(40)), origin)
+    feed(call, reserved())
+    assert the_admit(feed(call, PrefillEnded(PeerLostError("gone")))).request.origin == origin
 
 
 def test_blocks_are_pulled_as_announced_and_decoding_starts_when_all_have_landed() -> None:

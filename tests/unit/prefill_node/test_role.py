@@ -3,7 +3,7 @@
 import pytest
 
 from common.engine.events import Admit, Failed, Release
-from common.engine.request import Progress
+from common.engine.request import NOBODY, Progress
 from common.messages import (
     BlockId,
     BlockRef,
@@ -12,8 +12,10 @@ from common.messages import (
     Incarnation,
     KVLayout,
     LayerKV,
+    Origin,
     Prefill,
     PrefillDone,
+    Priority,
     Pulled,
     RequestId,
     Sampling,
@@ -25,9 +27,10 @@ SECRET = b"the call's own"
 REFS = (BlockRef(BlockId(3), Generation(1)), BlockRef(BlockId(4), Generation(1)))
 
 
-def a_call() -> PrefillCall:
+def a_call(origin: Origin = NOBODY) -> PrefillCall:
     layout = KVLayout(16, "float32", 4, (LayerKV(1, 2, 2),))
-    body = Prefill(RequestId("r"), 0, "digest", [1, 2, 3], 3, Sampling(max_tokens=50, seed=1), layout)
+    sampling = Sampling(max_tokens=50, seed=1)
+    body = Prefill(RequestId("r"), 0, "digest", [1, 2, 3], 3, sampling, layout, origin)
     return PrefillCall(body, id=ID, incarnation=Incarnation("me"), secret=SECRET, now_s=0.0)
 
 
@@ -36,6 +39,13 @@ def test_prefill_computes_one_token_and_keeps_the_blocks() -> None:
     assert isinstance(admit, Admit)
     assert admit.request.stop_after_first
     assert admit.request.keep_blocks
+
+
+def test_the_prompt_is_computed_in_the_name_of_whoever_asked() -> None:
+    origin = Origin(b"tenant", Priority.HIGH)
+    [admit] = a_call(origin).begin()
+    assert isinstance(admit, Admit)
+    assert admit.request.origin == origin
 
 
 def test_finished_blocks_are_announced_before_the_token() -> None:

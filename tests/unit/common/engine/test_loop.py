@@ -276,3 +276,22 @@ def test_a_refused_request_is_answered_even_if_nothing_else_happens() -> None:
     rig.admit("a", [], 1)
     assert not rig.step()
     assert isinstance(rig.events[0], Failed)
+
+
+def test_what_was_posted_waits_from_that_moment_on_and_until_it_has_a_place() -> None:
+    seen: list[tuple[int, int]] = []
+    rig = Rig(max_running=1, before_step=lambda plan: seen.append(rig.engine.num_waiting()))
+    for index in range(3):
+        rig.admit(str(index), prompt(20, index), 1)
+    rig.reserve("lease", prompt(20, 3))
+    assert rig.engine.num_waiting() == (4, 60)
+    rig.step()
+    assert seen == [(3, 60)], "one has its place, in a step that is not over yet"
+    assert rig.engine.num_waiting() == (3, 40)
+    rig.run()
+    assert rig.engine.num_waiting() == (0, 0)
+    rig.admit("wrong", prompt(20, 4), 0, num_computed=20)
+    rig.run()
+    assert rig.engine.num_waiting() == (0, 0)
+    rig.release("lease")
+    rig.assert_empty()
