@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from common.kv_cache.memory import PoolMemory
-from common.messages import BlockId, BlockRef, Incarnation, Offer
+from common.messages import BlockId, BlockRef, HeldConnection, Incarnation, Offer
 
 
 class BlockServer(Protocol):
@@ -19,6 +19,10 @@ class BlockServer(Protocol):
 
     async def start(self) -> Offer:
         """Bind and return where readers reach it. TransferError if this transport cannot run here."""
+        ...
+
+    def connections(self) -> list[HeldConnection]:
+        """Every reader that has said who it is and is still connected."""
         ...
 
     async def close(self) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from common.clock import new_id
 from common.errors import PeerLostError, TransferError
 from common.kv_cache.memory import PoolMemory
-from common.messages import BlockId, BlockRef, Incarnation, Offer
+from common.messages import BlockId, BlockRef, HeldConnection, Incarnation, Offer
 from kv_transfer.blocks import check_destination, check_generations, check_layout, check_readable, check_source
 
-_served: dict[str, PoolMemory] = {}
+_served: dict[str, "MemoryServer"] = {}
 
 
 class MemoryTransport:
@@ -24,12 +24,16 @@ class MemoryTransport:
 
 class MemoryServer:
     def __init__(self, pool: PoolMemory) -> None:
-        self._pool = pool
+        self.pool = pool
+        self.readers: dict[MemoryReader, Incarnation] = {}
         self._address = new_id()
 
     async def start(self) -> Offer:
-        _served[self._address] = self._pool
+        _served[self._address] = self
         return Offer(transport="memory", address=self._address)
+
+    def connections(self) -> list[HeldConnection]:
+        return [HeldConnection("memory", reader) for reader in self.readers.values()]
 
     async def close(self) -> None:
         _served.pop(self._address, None)
@@ -43,13 +47,15 @@ class MemoryReader:
         self._open = False
 
     async def open(self) -> None:
-        source = _served.get(self._address)
-        if source is None:
+        server = _served.get(self._address)
+        if server is None:
             raise TransferError("memory: nobody serves there")
+        source = server.pool
         if source.incarnation != self._owner:
             raise TransferError(f"memory: incarnation {self._owner} is gone, {source.incarnation} is here")
         check_layout(self._pool.layout, source.layout)
         self._open = True
+        server.readers[self] = self._pool.incarnation
 
     async def read(self, refs: Sequence[BlockRef], into: Sequence[BlockId], *, secret: bytes) -> None:
         check_destination(refs, into, self._pool.num_blocks)
@@ -66,10 +72,12 @@ class MemoryReader:
     def _source(self) -> PoolMemory:
         if not self._open:
             raise TransferError("memory: the reader is not open")
-        source = _served.get(self._address)
-        if source is None:
+        server = _served.get(self._address)
+        if server is None:
             raise PeerLostError("memory: the owner is gone")
-        return source
+        return server.pool
 
     async def close(self) -> None:
         self._open = False
+        if server := _served.get(self._address):
+            server.readers.pop(self, None)

@@ -11,7 +11,7 @@ import msgspec
 from common import telemetry
 from common.errors import TransferError
 from common.kv_cache.memory import PoolMemory
-from common.messages import Offer
+from common.messages import HeldConnection, Incarnation, Offer
 from kv_transfer import shm_wire as wire
 
 log = telemetry.logger(__name__)
@@ -24,9 +24,10 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 @dataclass(slots=True)
 class _Visitor:
-    """`deadline` is its time for a Hello; None once it has said it."""
+    """`deadline` is its time for a Hello; None once it has said it, and then `reader` is who it is."""
 
     deadline: asyncio.TimerHandle | None
+    reader: Incarnation | None = None
     has_mapped: bool = False
 
 
@@ -50,6 +51,9 @@ class ShmServer:
         self._listener.listen(128)
         self._loop.add_reader(self._listener.fileno(), self._accept)
         return Offer(transport="shm", address=name, host=wire.this_host())
+
+    def connections(self) -> list[HeldConnection]:
+        return [HeldConnection("shm", one.reader) for one in self._readers.values() if one.reader is not None]
 
     async def close(self) -> None:
         if self._listener is not None:
@@ -106,7 +110,7 @@ class ShmServer:
             case wire.Hello() if visitor.deadline is not None:
                 connection.send(wire.encode(wire.Welcome(pool.layout, pool.num_blocks)))
                 visitor.deadline.cancel()
-                visitor.deadline = None
+                visitor.deadline, visitor.reader = None, question.reader
             case wire.Ask() if visitor.deadline is None and not visitor.has_mapped:
                 if pool.grants.knows(question.secret):
                     socket.send_fds(connection, [wire.encode(wire.Grant(pool.blocks_offset))], [pool.fd])

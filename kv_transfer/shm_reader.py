@@ -66,7 +66,7 @@ class ShmReader:
             connection.connect("\0" + self._offer.address)
             if not wire.peer_is_us(connection):
                 raise TransferError("shm: the owner runs as another user")
-            connection.send(wire.encode(wire.Hello(self._owner)))
+            connection.send(wire.encode(wire.Hello(self._owner, self._pool.incarnation)))
             message, _ = await _answer_to(connection)
             welcome = wire.greeting_decoder.decode(message)
             if isinstance(welcome, wire.Refusal):

@@ -16,6 +16,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     """Reader -> owner, first."""
 
     owner: Incarnation
+    reader: Incarnation = Incarnation("")
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):

@@ -11,7 +11,7 @@ import zmq
 
 from common.errors import BatonError, TransferError
 from common.kv_cache.memory import PoolMemory
-from common.messages import BlockRef, Offer, WireError
+from common.messages import BlockRef, HeldConnection, Incarnation, Offer, WireError
 from kv_transfer import tcp_wire as wire
 from kv_transfer.blocks import check_generations, check_readable, check_source
 
@@ -47,6 +47,7 @@ class _Reader:
     """`sending` holds reads whose bytes are still to go, the first one in progress; `arriving` those sent whole."""
 
     identity: bytes
+    incarnation: Incarnation
     sent_bytes: int = 0
     landed_bytes: int = 0
     last_read: int = -1
@@ -92,6 +93,12 @@ class TcpServer:
             raise TransferError(f"tcp: cannot listen on {self._listen_host} ({error.strerror})") from error
         return Offer(transport="tcp", address=router.getsockopt_string(zmq.LAST_ENDPOINT))
 
+    def connections(self) -> list[HeldConnection]:
+        return [
+            HeldConnection("tcp", reader.incarnation, len(reader.sending) + len(reader.arriving))
+            for reader in self._readers.values()
+        ]
+
     async def close(self) -> None:
         if self._sweep is not None:
             self._sweep.cancel()
@@ -128,7 +135,7 @@ class TcpServer:
             raise _Misbehaved(f"incarnation {hello.owner} is gone, {self._pool.incarnation} is here")
         if len(self._readers) >= _MAX_READERS:
             raise _Misbehaved(f"{_MAX_READERS} readers are connected already")
-        reader = self._readers[identity] = _Reader(identity)
+        reader = self._readers[identity] = _Reader(identity, hello.reader)
         self._say(reader, wire.Welcome(self._pool.layout, self._pool.num_blocks))
 
     def _obey(self, reader: _Reader, word: wire.Read | wire.Credit | wire.Cancel) -> None:

@@ -82,7 +82,7 @@ class TcpReader:
         try:
             self._socket.socket.setsockopt(zmq.IPV6, int("[" in self._offer.address))
             self._socket.socket.connect(self._offer.address)
-            self._say(wire.Hello(wire.VERSION, self._owner))
+            self._say(wire.Hello(wire.VERSION, self._owner, self._pool.incarnation))
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 welcome = await self._welcome
             check_layout(self._pool.layout, welcome.layout)

@@ -27,6 +27,7 @@ class Word(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Hello(Word, frozen=True):
     version: int
     owner: Incarnation
+    reader: Incarnation = Incarnation("")
 
 
 class Read(Word, frozen=True):

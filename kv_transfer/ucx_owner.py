@@ -10,7 +10,7 @@ import numpy as np
 
 from common.errors import BatonError, PeerLostError, TransferError
 from common.kv_cache.memory import PoolMemory
-from common.messages import Offer, WireError
+from common.messages import HeldConnection, Incarnation, Offer, WireError
 from kv_transfer import ucx_wire as wire
 from kv_transfer.blocks import check_generations, check_readable, check_source
 from kv_transfer.stall import StallWatch
@@ -30,7 +30,7 @@ class UcxServer:
         self._fast = has_rdma_or_cuda
         self._secret = secrets.token_hex(16)
         self._listener: Any = None
-        self._readers: dict[asyncio.Task[None], wire.Line] = {}
+        self._readers: dict[asyncio.Task[None], _Service] = {}
 
     async def start(self) -> Offer:
         host = self._listen_host
@@ -44,12 +44,19 @@ class UcxServer:
         address = f"[{host}]" if ":" in host else host
         return Offer(transport="ucx", address=f"ucx://{address}:{self._listener.port}?{query}")
 
+    def connections(self) -> list[HeldConnection]:
+        return [
+            HeldConnection("ucx", service.reader, service.num_reads)
+            for service in self._readers.values()
+            if service.reader is not None
+        ]
+
     async def close(self) -> None:
         if self._listener is None:
             return
         listener, self._listener = self._listener, None
-        for line in self._readers.values():
-            line.abort()
+        for service in self._readers.values():
+            service.line.abort()
         while self._readers:
             await asyncio.wait(list(self._readers))
         # Connections whose handshake is under way end within the handshake's own limit.
@@ -63,59 +70,66 @@ class UcxServer:
         if self._listener is None or len(self._readers) >= _MAX_READERS:
             line.abort()
             return
-        task = asyncio.ensure_future(_Service(self._pool, line, self._secret, self._stall_timeout_s).run())
-        self._readers[task] = line
+        service = _Service(self._pool, line, self._secret, self._stall_timeout_s)
+        task = asyncio.ensure_future(service.run())
+        self._readers[task] = service
         task.add_done_callback(self._readers.pop)
 
 
 class _Service:
-    """One reader. Ends by breaking the connection, whatever went wrong."""
+    """One reader, once it said who it is. Ends by breaking the connection, whatever went wrong."""
 
     def __init__(self, pool: PoolMemory, line: wire.Line, secret: str, stall_timeout_s: float) -> None:
+        self.line = line
+        self.reader: Incarnation | None = None
         self._pool = pool
-        self._line = line
         self._secret = secret
         self._answers: set[asyncio.Task[None]] = set()
         # A reader posts its receives before it asks: one that takes nothing for so long is frozen or gone.
         self._watch = StallWatch(stall_timeout_s, line.abort)
 
+    @property
+    def num_reads(self) -> int:
+        return len(self._answers)
+
     async def run(self) -> None:
         try:
             if await self._greet():
                 while len(self._answers) < _MAX_BATCHES:
-                    await self._line.next_word()
-                    answer = asyncio.ensure_future(self._answer(self._line.decode(wire.read_decoder)))
+                    await self.line.next_word()
+                    answer = asyncio.ensure_future(self._answer(self.line.decode(wire.read_decoder)))
                     self._answers.add(answer)
                     answer.add_done_callback(self._answered)
         except (PeerLostError, msgspec.MsgspecError):
             pass  # gone, or talking nonsense: either way only this reader loses
         finally:
-            self._line.abort()
+            self.line.abort()
             while self._answers:
                 await asyncio.wait(self._answers)
 
     async def _greet(self) -> bool:
-        word = self._line.next_word()
+        word = self.line.next_word()
         await asyncio.wait([word], timeout=_HELLO_TIMEOUT_S)
         if not word.done():
-            self._line.abort()
+            self.line.abort()
         await word
-        hello: wire.Hello = self._line.decode(wire.hello_decoder)
+        hello: wire.Hello = self.line.decode(wire.hello_decoder)
         if not secrets.compare_digest(hello.secret.encode(), self._secret.encode()):
             return False
         if hello.owner != self._pool.incarnation:
             reason = f"incarnation {hello.owner} is gone, {self._pool.incarnation} is here"
-            await self._within(self._line.say(wire.Refuse(reason)))
+            await self._within(self.line.say(wire.Refuse(reason)))
             # Breaking off drops what is still on its way: the reader hangs up when it has read the reason.
-            await self._within(self._line.next_word())
+            await self._within(self.line.next_word())
             return False
-        await self._line.say(wire.Welcome(self._pool.layout, self._pool.num_blocks))
+        await self.line.say(wire.Welcome(self._pool.layout, self._pool.num_blocks))
+        self.reader = hello.reader
         return True
 
     async def _within(self, step: "asyncio.Future[None]") -> None:
         await asyncio.wait([step], timeout=_HELLO_TIMEOUT_S)
         if not step.done():
-            self._line.abort()
+            self.line.abort()
         await step
 
     async def _answer(self, read: wire.Read) -> None:
@@ -128,7 +142,7 @@ class _Service:
             payloads = [self._pool.blocks[ref.block] for ref in read.refs]
         except TransferError as failure:
             error = failure
-        sends = [self._line.send(payload, wire.block_tag(read.batch, i)) for i, payload in enumerate(payloads)]
+        sends = [self.line.send(payload, wire.block_tag(read.batch, i)) for i, payload in enumerate(payloads)]
         for send in sends:
             send.add_done_callback(lambda _: self._watch.heard())
         await wire.all_of(sends)
@@ -137,11 +151,11 @@ class _Service:
                 check_generations(read.refs, self._pool.generations)
             except TransferError as failure:
                 error = failure
-        await self._line.say(wire.Verdict(read.batch, WireError.of(error) if error is not None else None))
+        await self.line.say(wire.Verdict(read.batch, WireError.of(error) if error is not None else None))
 
     def _answered(self, answer: "asyncio.Task[None]") -> None:
         self._answers.discard(answer)
         if not self._answers:
             self._watch.stop()
         if answer.cancelled() or answer.exception() is not None:
-            self._line.abort()
+            self.line.abort()

@@ -52,7 +52,7 @@ class UcxReader:
 
     async def _greet(self, line: wire.Line, secret: str) -> None:
         try:
-            await line.say(wire.Hello(secret, self._owner))
+            await line.say(wire.Hello(secret, self._owner, self._pool.incarnation))
             word = line.next_word()
             await asyncio.wait([word], timeout=_CONNECT_TIMEOUT_S)
             if not word.done():

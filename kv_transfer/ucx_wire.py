@@ -37,6 +37,7 @@ class Hello(Word, frozen=True):
 
     secret: str
     owner: Incarnation
+    reader: Incarnation = Incarnation("")
 
 
 class Read(Word, frozen=True):

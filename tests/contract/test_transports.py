@@ -17,7 +17,7 @@ import pytest_asyncio
 from common.clock import new_id
 from common.errors import PeerLostError, StaleBlockError, TransferError
 from common.kv_cache.memory import PoolMemory, allocate
-from common.messages import Incarnation, KVLayout, RequestId
+from common.messages import HeldConnection, Incarnation, KVLayout, RequestId
 from kv_transfer import ucx
 from kv_transfer.base import BlockReader, Transport
 from tests.pools import GENERATION, HUGE, LARGE, MAKE, NUM_BLOCKS, SECRET, SMALL, ids, made, own_pool, owned_pool, refs
@@ -341,6 +341,35 @@ async def test_an_owner_that_closes_is_a_lost_peer(transport: Transport) -> None
         async with asyncio.timeout(2):
             await reader.read(refs(1), ids(1), secret=SECRET)
     await reader.close()
+
+
+async def test_an_owner_lists_who_reads_from_it(transport: Transport) -> None:
+    source, first, second = owned_pool(), own_pool(), own_pool()
+    server = transport.serve(source)
+    offer = await server.start()
+    readers = [transport.reader(offer, owner=source.incarnation, pool=pool) for pool in (first, second)]
+    assert server.connections() == []
+    for reader in readers:
+        await reader.open()
+        await reader.read(refs(1), ids(1), secret=SECRET)
+    await until(
+        lambda: server.connections() == [HeldConnection(transport.name, one.incarnation) for one in (first, second)]
+    )
+    await readers[0].close()
+    await until(lambda: server.connections() == [HeldConnection(transport.name, second.incarnation)])
+    await readers[1].close()
+    await until(lambda: server.connections() == [])
+    await server.close()
+
+
+async def until(holds: Callable[[], bool], *, within_s: float = 5.0) -> None:
+    """What one end of a connection does, the other end learns a moment later."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(within_s):
+        while not holds():
+            moment = asyncio.Event()
+            loop.call_later(0.005, moment.set)
+            await moment.wait()
 
 
 def left() -> tuple[int, int]:
