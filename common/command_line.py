@@ -5,8 +5,9 @@ A package that is a process has a `__main__.py` of two lines:
     main = process_command("prefill-node", NodeConfig, "prefill_node.node:serve", help="...")
     if __name__ == "__main__": run_command(main)
 
-`baton prefill-node` runs that same `main`. The target is `async def serve(config, network) -> None`; its module
-is imported once the settings are known to be right, so that `--help` and a wrong flag answer at once.
+`baton prefill-node` runs that same `main`. The target is `async def serve(config, network) -> None`; the network is
+as `config.links` says. Its module is imported once the settings are known to be right, so that `--help` and a wrong
+flag answer at once.
 """
 
 import functools
@@ -93,7 +94,7 @@ def fail(error: ConfigError) -> NoReturn:
 
 def _start(target: str, config: Any) -> Any:
     serve, network = (_load(path) for path in (target, _NETWORK))
-    return serve(config, network())
+    return serve(config, network.of(config.links))
 
 
 def _load(path: str) -> Any:

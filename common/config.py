@@ -9,9 +9,12 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from common.errors import ConfigError
+
 Positive = Meta(gt=0)
 AtLeastOne = Meta(ge=1)
 AtLeastZero = Meta(ge=0)
+_LEAST_BEATS = 3
 Size = Meta(extra={"unit": "bytes"})
 """Marks a number of bytes: text such as "512MiB" or "2GB" is accepted for it (`common.settings`)."""
 
@@ -64,6 +67,13 @@ class LinkConfig:
     open_network: Annotated[
         bool, Meta(description="Bind beyond the loopback without keys: whoever reaches the port is trusted.")
     ] = False
+
+    def __post_init__(self) -> None:
+        if self.lost_after_s < _LEAST_BEATS * self.beat_s:
+            raise ConfigError(
+                f"links.lost_after_s = {self.lost_after_s:g}: expected at least three beats, "
+                f"{_LEAST_BEATS * self.beat_s:g} (links.beat_s = {self.beat_s:g}); one that comes late is no loss"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

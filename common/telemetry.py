@@ -12,8 +12,10 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from math import inf
 from typing import Any, TextIO
 
 from common.errors import ConfigError
@@ -53,6 +55,26 @@ class EventLog:
         if self._logger.isEnabledFor(level):
             # "%s": an event's name is never a format string.
             self._logger.log(level, "%s", event, extra={"facts": facts}, exc_info=traceback, stacklevel=3)
+
+
+class Sparing:
+    """Warns of what strangers can cause at any rate: once in `every_s`, and then says how many were held back."""
+
+    def __init__(self, log: EventLog, *, every_s: float = 1.0, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._log = log
+        self._every_s = every_s
+        self._now_s = now_s
+        self._next_s = -inf
+        self._num_held_back = 0
+
+    def warning(self, event: str, /, **facts: object) -> None:
+        now_s = self._now_s()
+        if now_s < self._next_s:
+            self._num_held_back += 1
+            return
+        held_back = {"held_back": self._num_held_back} if self._num_held_back else {}
+        self._next_s, self._num_held_back = now_s + self._every_s, 0
+        self._log.warning(event, **facts, **held_back)
 
 
 def logger(name: str) -> EventLog:

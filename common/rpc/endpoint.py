@@ -21,6 +21,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 """Larger wire messages are neither sent nor taken."""
 
 log = telemetry.logger(__name__)
+_sparing = telemetry.Sparing(log)
 
 
 class Wire(Protocol):
@@ -202,7 +203,7 @@ def held(peer: Incarnation, body: RequestBody, *, age_s: float) -> Iterator[Held
 def dropped(error: Exception, **peer: str) -> str:
     """Log why a message costs its sender the link; returns the same in a line."""
     if isinstance(error, msgspec.DecodeError):
-        log.warning("malformed message", why=str(error), **peer)
+        _sparing.warning("malformed message", why=str(error), **peer)
         return f"malformed message: {error}"
     log.exception("message could not be handled", **peer)
     return f"{type(error).__name__} while handling a message"

@@ -6,75 +6,30 @@ serves them all without a thread of ours. A connection that breaks is never rebu
 from the next message that cannot be routed, at the latest from the next Beat.
 """
 
-import asyncio
 import contextlib
 import os
 import socket
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from common.clock import Clock, SystemClock
+from common.config import LinkConfig
 from common.errors import ConfigError, PeerLostError
+from common.keys import Trust
 from common.messages import Incarnation, NodeId, RequestBody
 from common.rpc.base import Handler
 from common.rpc.call import LinkTimes
 from common.rpc.client import ClientEndpoint
+from common.rpc.curve import REFUSALS, Doorkeeper, as_dialler, as_listener, log_stranger, refused_us
 from common.rpc.endpoint import MAX_MESSAGE_BYTES, Ticker, WireEvents
 from common.rpc.server import ServerEndpoint
+from common.rpc.sockets import SocketReader
 
-_MESSAGES_A_TURN = 128  # then the rest of the loop has its turn
 _MAX_SOCKETS = 65_536  # a link takes three; libzmq's own limit of 1,023 would be a few hundred links
-_GONE = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
-
-
-class SocketReader:
-    """Hands on every message of a socket. The descriptor signals edges only, hence `recheck` after each send."""
-
-    def __init__(self, sock: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:
-        self._sock = sock
-        self._on_message = on_message
-        self._loop = asyncio.get_running_loop()
-        self._fd = int(sock.getsockopt(zmq.FD))
-        self._is_closed = False
-        self._loop.add_reader(self._fd, self._turn)
-        self._loop.call_soon(self._turn)  # an edge from before we watched
-
-    def drain(self, limit: int | None = None) -> bool:
-        """True once the socket is dry."""
-        while limit is None or limit > 0:
-            if self._is_closed:
-                return True
-            try:
-                parts = self._sock.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return True
-            self._on_message(parts)
-            limit = None if limit is None else limit - 1
-        return False
-
-    def recheck(self) -> None:
-        if int(self._sock.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._loop.call_soon(self._turn)
-
-    def close(self) -> None:
-        """Closes the socket too."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._loop.remove_reader(self._fd)
-            self._sock.close(linger=0)
-
-    def _turn(self) -> None:
-        if not self.drain(_MESSAGES_A_TURN):
-            self._loop.call_soon(self._turn)
+_GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | REFUSALS
 
 
 class DealerWire:
@@ -87,12 +42,9 @@ class DealerWire:
         self._is_closed = False
         self._sock = network.socket(context, zmq.DEALER, address)
         self._sock.setsockopt(zmq.RECONNECT_IVL, -1)
-        watch = f"inproc://watch-{id(self)}"
-        self._sock.monitor(watch, _GONE)
-        monitor = context.socket(zmq.PAIR)
-        monitor.connect(watch)
+        as_dialler(self._sock, network.trust.keys)
         self._reader = SocketReader(self._sock, self._received)
-        self._monitor = SocketReader(monitor, self._watched)
+        self._monitor = SocketReader(_monitor_of(self._sock, context, _GONE), self._watched)
         try:
             self._sock.connect(address)
         except zmq.ZMQError as error:
@@ -124,24 +76,29 @@ class DealerWire:
             self._events.disconnected(f"a message of {len(parts)} parts")
 
     def _watched(self, parts: list[bytes]) -> None:
-        event = parse_monitor_message(parts)["event"]
+        news = parse_monitor_message(parts)
+        event, value = int(news["event"]), int(news["value"])
         self._reader.drain()  # what the peer still said counts
         if not self._is_closed:
             was_never_there = event == zmq.EVENT_CLOSED
-            self._events.disconnected("cannot be reached" if was_never_there else "connection lost")
+            lost = "cannot be reached" if was_never_there else "connection lost"
+            self._events.disconnected(refused_us(event, value) or lost)
 
 
 class RouterListener:
     """`endpoint.Listener`: every connection of one server."""
 
     def __init__(self, network: "ZmqNetwork", address: str, server: ServerEndpoint, ticker: Ticker) -> None:
+        network.trust.check_bind(address)
         _refuse_taken_path(address)
         self._network = network
         self._server = server
         self._ticker = ticker
         self._is_closed = False
-        self._sock = network.socket(network.acquire(), zmq.ROUTER, address)
+        context = network.acquire()
+        self._sock = network.socket(context, zmq.ROUTER, address)
         self._sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        as_listener(self._sock, network.trust.keys)
         try:
             self._sock.bind(address)
         except zmq.ZMQError as error:
@@ -150,6 +107,7 @@ class RouterListener:
             raise _bind_error(address, error) from error
         self._address = self._sock.getsockopt_string(zmq.LAST_ENDPOINT)
         self._reader = SocketReader(self._sock, self._received)
+        self._monitor = SocketReader(_monitor_of(self._sock, context, REFUSALS), self._refused)
 
     @property
     def address(self) -> str:
@@ -169,6 +127,8 @@ class RouterListener:
             return
         self._is_closed = True
         self._ticker.stop()
+        self._sock.monitor(None, 0)
+        self._monitor.close()
         self._reader.close()
         self._network.release()
         self._network.forget_server(self._server)
@@ -179,17 +139,36 @@ class RouterListener:
         else:
             self._server.disconnected(parts[0], f"a message of {len(parts)} parts")
 
+    def _refused(self, parts: list[bytes]) -> None:
+        news = parse_monitor_message(parts)
+        log_stranger(int(news["event"]), int(news["value"]))
+
 
 class ZmqNetwork:
     """`base.Network` over ZeroMQ. Its context lives while any of its sockets does."""
 
-    def __init__(self, *, clock: Clock | None = None, times: LinkTimes | None = None) -> None:
+    def __init__(
+        self, *, clock: Clock | None = None, times: LinkTimes | None = None, trust: Trust | None = None
+    ) -> None:
+        self.trust = trust or Trust()
         self._clock = clock or SystemClock()
         self._times = times or LinkTimes()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._doorkeeper: Doorkeeper | None = None
         self._num_users = 0
         self._clients: dict[ClientEndpoint, Ticker] = {}
         self._servers: dict[ServerEndpoint, None] = {}
+
+    @classmethod
+    def of(cls, links: LinkConfig) -> "ZmqNetwork":
+        """As the settings say. ConfigError if the keys they name cannot be used."""
+        times = LinkTimes(
+            beat_s=links.beat_s,
+            lost_after_s=links.lost_after_s,
+            connect_timeout_s=0.75 * links.lost_after_s,
+            accept_timeout_s=1.25 * links.lost_after_s,
+        )
+        return cls(times=times, trust=Trust.of(links))
 
     def client(self, *, node: NodeId, incarnation: Incarnation) -> ClientEndpoint:
         client = ClientEndpoint(
@@ -238,12 +217,17 @@ class ZmqNetwork:
         if self._context is None:
             self._context = zmq.Context()
             self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+            if self.trust.keys is not None:
+                self._doorkeeper = Doorkeeper(self._context, self.trust.keys)
         self._num_users += 1
         return self._context
 
     def release(self) -> None:
         self._num_users -= 1
         if self._num_users == 0 and self._context is not None:
+            if self._doorkeeper is not None:
+                self._doorkeeper.close()
+                self._doorkeeper = None
             self._context.term()  # every socket is closed and nothing lingers, so this does not wait
             self._context = None
 
@@ -265,6 +249,17 @@ class ZmqNetwork:
         ticker = self._clients.pop(client, None)
         if ticker is not None:
             ticker.stop()
+
+
+def _monitor_of(
+    sock: "zmq.Socket[bytes]", context: "zmq.Context[zmq.Socket[bytes]]", events: int
+) -> "zmq.Socket[bytes]":
+    watch = f"inproc://watch-{id(sock)}"
+    sock.monitor(watch, events)
+    monitor = context.socket(zmq.PAIR)
+    monitor.setsockopt(zmq.RCVHWM, 0)  # at a mark ZeroMQ's own thread would wait for us
+    monitor.connect(watch)
+    return monitor
 
 
 def _refuse_taken_path(address: str) -> None:

@@ -14,6 +14,7 @@ from common.config import (
     CoordinatorConfig,
     EngineConfig,
     GatewayConfig,
+    LinkConfig,
     ModelConfig,
     NodeConfig,
 )
@@ -24,6 +25,7 @@ from coordinator.launcher.base import ChildSpec
 
 _DEMO = ModelConfig(model=store.DEMO)
 _ENGINE = EngineConfig()
+_LINKS = LinkConfig()
 
 # Every library that starts threads of its own must keep to the node's share of the cores.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -36,7 +38,7 @@ def _thread_env(threads: int) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpConfig:
-    """A whole cluster on this host. The sections `model` and `engine` apply to every node."""
+    """A whole cluster on this host. The sections `model` and `engine` apply to every node, `links` to every process."""
 
     prefill: Annotated[int, AtLeastZero, Meta(description="Prefill nodes; 0: decode nodes compute prompts too.")] = 1
     decode: Annotated[int, AtLeastOne, Meta(description="Decode nodes.")] = 1
@@ -45,6 +47,7 @@ class UpConfig:
     transport: Annotated[Literal["auto", "shm", "tcp", "ucx"], Meta(description="How KV blocks travel.")] = "auto"
     model: ModelConfig = _DEMO
     engine: EngineConfig = _ENGINE
+    links: LinkConfig = _LINKS
     log_dir: Annotated[str, Meta(description="Where logs go, a folder a run; empty: `logs` in the cache.")] = ""
     parent_pipe: Annotated[int, Meta(description="Exit when this file descriptor closes; -1 never.")] = -1
 
@@ -77,9 +80,11 @@ def make_plan(config: UpConfig, *, coordinator: str, num_cores: int, env: Mappin
         "port": str(config.port),
         "coordinators": [coordinator],
     }
+    core = load(CoordinatorConfig, env=env, flags={"listen": coordinator})
+    gateway = load(GatewayConfig, env=env, flags=gateway_flags)
     children = [
-        _child("coordinator", "coordinator", load(CoordinatorConfig, env=env, flags={"listen": coordinator}), env),
-        _child("gateway", "coordinator.gateway", load(GatewayConfig, env=env, flags=gateway_flags), env),
+        _child("coordinator", "coordinator", dataclasses.replace(core, links=config.links), env),
+        _child("gateway", "coordinator.gateway", dataclasses.replace(gateway, links=config.links), env),
     ]
     roles = [("prefill", n) for n in range(config.prefill)] + [("decode", n) for n in range(config.decode)]
     for role, number in roles:
@@ -88,6 +93,7 @@ def make_plan(config: UpConfig, *, coordinator: str, num_cores: int, env: Mappin
             model=dataclasses.replace(config.model, threads=threads),
             engine=config.engine,
             transport=config.transport,
+            links=config.links,
             coordinators=(coordinator,),
         )
         children.append(_child(node.name, f"{role}_node", node, env, _thread_env(threads)))

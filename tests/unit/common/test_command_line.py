@@ -14,9 +14,11 @@ from msgspec import Meta
 from typer.testing import CliRunner
 
 from common.command_line import PlainCommand, process_command
-from common.config import Size
+from common.config import LinkConfig, Size
 from common.errors import ConfigError
 from common.rpc.base import Network
+
+LINKS = LinkConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,7 @@ class KitchenConfig:
     oven: OvenConfig = OvenConfig()
     guests: Annotated[tuple[str, ...], Meta(description="Who eats.")] = ("Bob",)
     meal: Annotated[Literal["lunch", "supper"], Meta(description="When.")] = "lunch"
+    links: LinkConfig = LINKS
     parent_pipe: int = -1
 
 

@@ -1,7 +1,7 @@
 import dataclasses
 import sys
 
-from common.config import EngineConfig, ModelConfig, NodeConfig
+from common.config import EngineConfig, LinkConfig, ModelConfig, NodeConfig
 from common.settings import load
 from coordinator.launcher.plan import UpConfig, flags_of, make_plan
 
@@ -81,6 +81,15 @@ def test_the_environment_of_the_children_cannot_overrule_what_was_planned() -> N
     gateway, node = plan.children[1].command, plan.children[-1].command
     assert gateway[gateway.index("--port") + 1] == "8000"
     assert node[node.index("--block-size") + 1] == "16"
+
+
+def test_every_process_gets_the_same_links() -> None:
+    config = UpConfig(links=LinkConfig(keys="a folder", beat_s=0.25))
+    env = {"BATON_LINKS_KEYS": "another folder", "BATON_LINKS_LOST_AFTER_S": "9"}
+    for child in make_plan(config, coordinator=COORDINATOR, num_cores=2, env=env).children:
+        given = {flag: child.command[child.command.index(flag) + 1] for flag in ("--keys", "--beat-s")}
+        assert given == {"--keys": "a folder", "--beat-s": "0.25"}
+        assert child.command[child.command.index("--lost-after-s") + 1] == "4.0"
 
 
 def test_what_only_the_environment_says_counts() -> None:
