@@ -24,6 +24,7 @@ from coordinator.gateway import openai, replies
 from coordinator.gateway.answers import Envelope, StreamAnswer, WholeAnswer, json_response
 from coordinator.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from coordinator.gateway.overview import cluster_overview
+from coordinator.gateway.prefix import prefix_names
 from coordinator.gateway.relay import Relay
 from coordinator.gateway.session import Session
 from coordinator.gateway.stream import TextStream
@@ -97,9 +98,9 @@ class Gateway:
         asked = parse(body)
         openai.check_model(asked, self._cluster.model)
         max_model_len = self._cluster.max_model_len or self._tokenizer.max_model_len or _NO_LIMIT
-        tokenize = partial(openai.tokenize, asked, self._tokenizer, max_model_len=max_model_len)
-        prompt = await asyncio.to_thread(tokenize) if len(body) > LONG_BODY_BYTES else tokenize()
-        session = self._session(asked, prompt, arrived_s=arrived_s, max_model_len=max_model_len)
+        tokenize = partial(self._tokenize, asked, max_model_len=max_model_len)
+        prompt, prefix = await asyncio.to_thread(tokenize) if len(body) > LONG_BODY_BYTES else tokenize()
+        session = self._session(asked, prompt, prefix, arrived_s=arrived_s, max_model_len=max_model_len)
         stop_ids = session.sampling.stop_token_ids
         text = TextStream(self._tokenizer.detokenizer([] if asked.is_chat else prompt), asked.stop, stop_ids)
         envelope = Envelope(
@@ -126,7 +127,14 @@ class Gateway:
             reason = " ".join(str(error).split()).removeprefix("400, message: ")
             raise RequestError(f"the body cannot be read: {reason}") from error
 
-    def _session(self, asked: openai.Asked, prompt: list[int], *, arrived_s: float, max_model_len: int) -> Session:
+    def _tokenize(self, asked: openai.Asked, *, max_model_len: int) -> tuple[list[int], bytes]:
+        """The prompt, and its blocks' names. Linear in its length: long ones on a thread."""
+        prompt = openai.tokenize(asked, self._tokenizer, max_model_len=max_model_len)
+        return prompt, prefix_names(prompt, self._cluster.view, self._cluster.model)
+
+    def _session(
+        self, asked: openai.Asked, prompt: list[int], prefix: bytes, *, arrived_s: float, max_model_len: int
+    ) -> Session:
         sampling = openai.sampling_of(
             asked,
             num_prompt_tokens=len(prompt),
@@ -138,6 +146,7 @@ class Gateway:
             id=RequestId(new_id()),
             model=self._cluster.model,
             prompt=prompt,
+            prefix=prefix,
             sampling=sampling,
             created_s=arrived_s,
             deadline_s=arrived_s + self._config.request_timeout_s,

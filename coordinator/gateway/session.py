@@ -127,6 +127,8 @@ class Session:
     patience_s: float = 5.0
     stream_patience_s: float = 60.0
     exclusion_s: float = 2.0
+    prefix: bytes = b""
+    """Names of the prompt's full blocks, as in `Route.prefix`."""
     status: SessionStatus = SessionStatus.PREPARING
     outcome: Outcome | None = None
     delivered: list[int] = field(default_factory=list)
@@ -227,7 +229,8 @@ class Session:
     def _ask_route(self, at_s: float, why: str) -> list[SessionCommand]:
         self._move(SessionStatus.ROUTING, at_s, why)
         num_tokens = len(self.prompt) + len(self.delivered)
-        return [AskRoute(self.attempt, Route(self.model, num_tokens, tuple(self.excluded)))]
+        route = Route(self.model, num_tokens, tuple(self.excluded), prefix=self.prefix)
+        return [AskRoute(self.attempt, route)]
 
     def _ask_again(self, at_s: float) -> list[SessionCommand]:
         if at_s >= self.deadline_s:
