@@ -69,7 +69,7 @@ class LinkConfig:
     ] = False
 
     def __post_init__(self) -> None:
-        if self.lost_after_s < _LEAST_BEATS * self.beat_s:
+        if round(self.lost_after_s / self.beat_s, 6) < _LEAST_BEATS:
             raise ConfigError(
                 f"links.lost_after_s = {self.lost_after_s:g}: expected at least three beats, "
                 f"{_LEAST_BEATS * self.beat_s:g} (links.beat_s = {self.beat_s:g}); one that comes late is no loss"

@@ -30,6 +30,7 @@ COMMANDS = {
     "gateway": LazyCommand("coordinator.gateway.__main__:main", "Run a gateway: the HTTP front."),
     "prefill-node": LazyCommand("prefill_node.__main__:main", "Run a prefill node."),
     "decode-node": LazyCommand("decode_node.__main__:main", "Run a decode node."),
+    "keys": LazyCommand("coordinator.cli.keys:main", "Make the keys of a cluster."),
     "version": LazyCommand("coordinator.cli.version:main", "Show what is installed."),
 }
 

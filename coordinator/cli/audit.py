@@ -10,6 +10,7 @@ import typer
 from common.config import CoordinatorConfig
 from common.errors import NodeError
 from coordinator.auditor import Auditor
+from coordinator.cli import links
 from coordinator.cli.audit_view import as_document, as_text
 from coordinator.cli.status import seconds
 
@@ -26,16 +27,15 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one line.")] = False,
     idle: Annotated[bool, typer.Option("--idle", help="Demand that nothing is held at all.")] = False,
     wait: Annotated[str, typer.Option(metavar="SECONDS", help="Give what is amiss this long to clear up.")] = "0",
+    keys: links.Keys = "",
 ) -> None:
     """Ask every process what it holds, and find what nobody alive owns.
 
     Exit 1 if there is something, 2 if no coordinator answers.
     """
-    from common.rpc.link import ZmqNetwork  # 40 ms that --help need not pay
-
     wait_s = seconds(wait, "--wait")
     try:
-        report = asyncio.run(Auditor(ZmqNetwork(), coordinator).audit(idle=idle, wait_s=wait_s))
+        report = asyncio.run(Auditor(links.network(keys), coordinator).audit(idle=idle, wait_s=wait_s))
     except NodeError as error:
         print(
             f"baton: no coordinator at {', '.join(coordinator)} ({error.message}). "

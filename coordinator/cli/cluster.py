@@ -139,10 +139,11 @@ class Cluster:
         self._console.print(f"\nReady after {seconds:.1f} s: {self._plan.url}\n\n{self._curl()}\n", markup=False)
         elsewhere = self._plan.coordinator != CoordinatorConfig().listen
         where = f" --coordinator {self._plan.coordinator}" if elsewhere else ""
+        keys = f" --keys {shlex.quote(self._config.links.keys)}" if self._config.links.keys else ""
         gateway = "" if self._plan.url == DEFAULT_URL else f" --url {self._plan.url}"
         if self._has_chat:
             self._console.print(f"{_baton()} chat{gateway}", markup=False)
-        self._console.print(f"{_baton()} status{where}\n", markup=False)
+        self._console.print(f"{_baton()} status{where}{keys}\n", markup=False)
         self._console.print("Ctrl-C stops everything.")
 
     def _curl(self) -> str:

@@ -13,6 +13,7 @@ from common.config import CoordinatorConfig
 from common.errors import NodeError
 from common.messages import Incarnation, NodeId, View, Watch
 from common.rpc.base import Network
+from coordinator.cli import links
 from coordinator.cli.cluster_view import as_document, as_text
 
 DEFAULT_COORDINATOR = CoordinatorConfig().listen
@@ -26,10 +27,9 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one line a view.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Print again at every change, until Ctrl-C.")] = False,
     timeout: Annotated[str, typer.Option(metavar="SECONDS", help="How long to wait for the coordinator.")] = "2",
+    keys: links.Keys = "",
 ) -> None:
     """Show nodes, their states, pairs and load."""
-    from common.rpc.link import ZmqNetwork  # 40 ms that --help need not pay
-
     timeout_s = seconds(timeout, "--timeout")
 
     def show(view: View) -> bool:
@@ -41,7 +41,7 @@ def main(
         return watch
 
     try:
-        asyncio.run(each_view(ZmqNetwork(), coordinator, show, timeout_s=timeout_s))
+        asyncio.run(each_view(links.network(keys), coordinator, show, timeout_s=timeout_s))
     except (NodeError, TimeoutError) as error:
         reason = error.message if isinstance(error, NodeError) else f"no answer within {timeout_s:g} s"
         print(

@@ -215,3 +215,12 @@ def test_the_sections_of_a_node() -> None:
     assert load(NodeConfig, env=env) == NodeConfig(
         model=ModelConfig(model="m"), engine=EngineConfig(kv_cache_memory=1 << 30), coordinators=("a", "b")
     )
+
+
+def test_a_peer_is_given_three_beats_at_least_before_it_is_lost() -> None:
+    flags = {"model.model": "m", "links.beat_s": "0.2", "links.lost_after_s": "0.6"}
+    assert load(NodeConfig, env={}, flags=flags).links.lost_after_s == 0.6
+    with pytest.raises(ConfigError, match=r"links.lost_after_s = 0.5: expected at least three beats, 0.6"):
+        load(NodeConfig, env={}, flags={**flags, "links.lost_after_s": "0.5"})
+    with pytest.raises(ConfigError, match=r"links.lost_after_s = 4: .* 6 \(links.beat_s = 2\)"):
+        load(NodeConfig, env={"BATON_LINKS_BEAT_S": "2"}, flags={"model.model": "m"})

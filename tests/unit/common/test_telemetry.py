@@ -85,3 +85,18 @@ def test_events_below_the_level_are_not_written(output: io.StringIO) -> None:
 def test_a_wrong_setting_says_what_would_be_right(env: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="expected one of"):
         telemetry.configure("x", env=env, stream=io.StringIO())
+
+
+def test_what_strangers_cause_is_logged_once_a_while_with_the_number_held_back(output: io.StringIO) -> None:
+    telemetry.configure("x", log_format="json", env={}, stream=output)
+    now_s = 0.0
+    sparing = telemetry.Sparing(log, now_s=lambda: now_s)
+    for _ in range(1000):
+        sparing.warning("malformed", by="a stranger")
+        now_s += 0.0025  # 2.5 s in all
+    facts = [json.loads(line)["facts"] for line in output.getvalue().splitlines()]
+    assert facts == [
+        {"by": "a stranger"},
+        {"by": "a stranger", "held_back": 399},
+        {"by": "a stranger", "held_back": 399},
+    ]

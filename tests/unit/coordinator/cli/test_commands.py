@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,7 @@ def test_commands_that_must_answer_at_once_load_nothing_heavy() -> None:
         ("prefill-node", "--help"),
         ("decode-node", "--help"),
         ("status", "--coordinator", _NOBODY),
+        ("keys", "--help"),
         ("chat", "--url", "http://127.0.0.1:1", "-m", "hello"),
     ]
     program = f"""
@@ -94,6 +96,30 @@ def test_status_says_what_is_wrong_with_its_own_flags() -> None:
     done = baton("status", "--timeout", "soon")
     assert done.returncode == 2
     assert "'soon' is no number of seconds" in done.stderr
+
+
+def test_keys_new_makes_a_folder_that_its_owner_alone_reads_and_says_what_to_do_with_it(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    done = baton("keys", "new", str(folder))
+    assert done.returncode == 0, done.stderr
+    assert f"--keys {folder}" in done.stdout
+    assert all(file.stat().st_mode & 0o777 == 0o600 for file in folder.iterdir())
+    again = baton("keys", "new", str(folder))
+    assert (again.returncode, again.stderr.count("\n")) == (2, 1)
+    assert "never overwritten" in again.stderr
+
+
+def test_keys_that_are_not_there_are_named() -> None:
+    done = baton("status", "--keys", "/nowhere")
+    assert done.returncode == 2
+    assert "cannot read /nowhere/server.key" in done.stderr
+
+
+def test_a_process_does_not_bind_beyond_its_host_without_keys() -> None:
+    done = baton("coordinator", "--listen", "tcp://0.0.0.0:0")
+    assert done.returncode == 2
+    for word in ("listen", "baton keys new", "--keys", "--open-network"):
+        assert word in done.stderr
 
 
 def test_version_names_what_is_installed() -> None:
