@@ -5,6 +5,7 @@ happens at the same time is up to the loop and the engine threads, as in product
 """
 
 import asyncio
+import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -41,11 +42,25 @@ class Brake:
     def __init__(self) -> None:
         self.plans: list[StepPlan] = []
         self.fail: str = ""
+        self._hold_after: int | None = None
+        self._changed = threading.Condition()
 
     def __call__(self, plan: StepPlan) -> None:
         self.plans.append(plan)
+        with self._changed:
+            self._changed.wait_for(lambda: self._hold_after is None or len(self.plans) <= self._hold_after)
         if self.fail:
             raise RuntimeError(self.fail)
+
+    def hold_after(self, num_steps: int) -> None:
+        """Let the engine finish so many more steps, then hold it in the next one."""
+        with self._changed:
+            self._hold_after = len(self.plans) + num_steps
+
+    def release(self) -> None:
+        with self._changed:
+            self._hold_after = None
+            self._changed.notify_all()
 
     @property
     def num_tokens(self) -> int:
@@ -79,7 +94,8 @@ class Cluster:
     def __init__(self) -> None:
         self.clock = SystemClock()
         self.network = MemoryNetwork(clock=self.clock, times=TIMES)
-        self.coordinator = Coordinator(clock=self.clock, patience=Patience())
+        self.coordinators = [COORDINATOR]
+        """Where nodes that are started register, and what a gateway is given."""
         self.nodes: dict[str, Node] = {}
         self.faults = Faults()
         self._transport = FaultyTransport(MemoryTransport(), self.faults)
@@ -87,7 +103,7 @@ class Cluster:
 
     async def __aenter__(self) -> "Cluster":
         self._life.push_async_callback(self.network.close)
-        await self._start_coordinator()
+        await self.start_coordinator()
         client = self.network.client(node=NodeId("test"), incarnation=Incarnation(new_id()))
         self._life.push_async_callback(client.close)
         self.caller = Caller(client, COORDINATOR)
@@ -106,15 +122,27 @@ class Cluster:
 
     async def restart_coordinator(self) -> None:
         """As kill -9 and a new process at the same address, which knows nothing."""
-        self.network.kill(COORDINATOR)
-        self.coordinator = Coordinator(clock=self.clock, patience=Patience())
-        await self._start_coordinator()
+        self.kill_coordinator()
+        await self.start_coordinator()
 
-    async def _start_coordinator(self) -> None:
-        server = await self.coordinator.listen(COORDINATOR, self.network)
+    def kill_coordinator(self) -> None:
+        self.network.kill(COORDINATOR)
+
+    async def start_coordinator(self) -> None:
+        self.coordinator = Coordinator(clock=self.clock, patience=Patience())
+        self.coordinator_incarnation = await self._run(self.coordinator, COORDINATOR)
+
+    async def second_coordinator(self) -> None:
+        """One more beside the first, for nodes that are started from now on."""
+        self.coordinators.append("tcp://coordinator:7071")
+        await self._run(Coordinator(clock=self.clock, patience=Patience()), self.coordinators[-1])
+
+    async def _run(self, coordinator: Coordinator, address: str) -> Incarnation:
+        server = await coordinator.listen(address, self.network)
         self._life.push_async_callback(server.close)
-        ticking = asyncio.create_task(self.coordinator.tick_forever())
+        ticking = asyncio.create_task(coordinator.tick_forever())
         self._life.push_async_callback(_cancelled, ticking)
+        return server.incarnation
 
     # --- nodes ---------------------------------------------------------------------------------------------
 
@@ -131,7 +159,7 @@ class Cluster:
                 engine=EngineConfig(block_size=block_size, **engine),  # type: ignore[arg-type]
                 name=name,
                 listen="tcp://node:0",
-                coordinators=(COORDINATOR,),
+                coordinators=tuple(self.coordinators),
             ),
             role,
             runner=FakeRunner(memory, before_step=brake),
@@ -160,7 +188,9 @@ class Cluster:
             await self.start(Role.DECODE, f"decode-{number}", **settings)  # type: ignore[arg-type]
 
     async def stop(self, name: str) -> None:
-        await self.nodes.pop(name).life.aclose()
+        node = self.nodes.pop(name)
+        node.brake.release()
+        await node.life.aclose()
 
     async def kill(self, name: str) -> None:
         """As kill -9: its links break at once; what is left of it in this process is then cleared away."""
