@@ -5,6 +5,7 @@ nothing is being written too: that is how a client that hangs up ends everything
 """
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -17,10 +18,10 @@ from common import telemetry
 from common.clock import Clock, new_id
 from common.config import GatewayConfig
 from common.errors import BatonError, InternalError, ModelNotFoundError, RequestError
-from common.messages import RequestId
+from common.messages import Origin, Priority, RequestId, Sampling
 from common.model.tokenizer import Tokenizer
 from common.rpc.base import Client
-from coordinator.gateway import openai, replies
+from coordinator.gateway import openai, replies, wishes
 from coordinator.gateway.answers import Envelope, StreamAnswer, WholeAnswer, json_response
 from coordinator.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from coordinator.gateway.overview import cluster_overview
@@ -28,6 +29,7 @@ from coordinator.gateway.prefix import prefix_names
 from coordinator.gateway.relay import Relay
 from coordinator.gateway.session import Session
 from coordinator.gateway.stream import TextStream
+from coordinator.gateway.tenants import ApiKeys, Tenant
 from coordinator.gateway.watch import ClusterWatch
 
 log = telemetry.logger(__name__)
@@ -37,6 +39,7 @@ BODY_TIMEOUT_S = 60.0
 LONG_BODY_BYTES = 4 << 10
 """Beyond this a prompt is tokenised on a thread: it would hold up everybody's tokens."""
 MAX_LABEL_CHARS = 128
+_TENANT = web.RequestKey("tenant", Tenant)
 _BROKE = web.RequestKey("broke", int)
 """Where a request keeps the status that its error would have had."""
 _NO_LIMIT = 1 << 20
@@ -58,6 +61,7 @@ class Gateway:
         self._clock = clock
         self._created = int(time.time())
         self._page = (Path(__file__).parent / "page" / "index.html").read_text(encoding="utf-8")
+        self._api_keys = ApiKeys(config.api_keys, clock)
         self.metrics = GatewayMetrics()
         self._live: dict[RequestId, None] = {}
         self.is_stopping = False
@@ -96,11 +100,19 @@ class Gateway:
         arrived_s = self._clock.now_s()
         body = await self._body(request)
         asked = parse(body)
+        origin = request[_TENANT].origin(asked.priority or wishes.priority_of(request.headers) or Priority.NORMAL)
         openai.check_model(asked, self._cluster.model)
         max_model_len = self._cluster.max_model_len or self._tokenizer.max_model_len or _NO_LIMIT
-        tokenize = partial(self._tokenize, asked, max_model_len=max_model_len)
+        tokenize = partial(self._tokenize, asked, tenant=origin.tenant, max_model_len=max_model_len)
         prompt, prefix = await asyncio.to_thread(tokenize) if len(body) > LONG_BODY_BYTES else tokenize()
-        session = self._session(asked, prompt, prefix, arrived_s=arrived_s, max_model_len=max_model_len)
+        sampling = openai.sampling_of(
+            asked,
+            num_prompt_tokens=len(prompt),
+            max_model_len=max_model_len,
+            eos=self._tokenizer.eos_token_ids,
+            seed=secrets.randbits(63),
+        )
+        session = self._session(request, prompt, prefix, sampling, arrived_s=arrived_s, origin=origin)
         stop_ids = session.sampling.stop_token_ids
         text = TextStream(self._tokenizer.detokenizer([] if asked.is_chat else prompt), asked.stop, stop_ids)
         envelope = Envelope(
@@ -127,21 +139,22 @@ class Gateway:
             reason = " ".join(str(error).split()).removeprefix("400, message: ")
             raise RequestError(f"the body cannot be read: {reason}") from error
 
-    def _tokenize(self, asked: openai.Asked, *, max_model_len: int) -> tuple[list[int], bytes]:
+    def _tokenize(self, asked: openai.Asked, *, tenant: bytes, max_model_len: int) -> tuple[list[int], bytes]:
         """The prompt, and its blocks' names. Linear in its length: long ones on a thread."""
         prompt = openai.tokenize(asked, self._tokenizer, max_model_len=max_model_len)
-        return prompt, prefix_names(prompt, self._cluster.view, self._cluster.model)
+        return prompt, prefix_names(prompt, self._cluster.view, self._cluster.model, tenant=tenant)
 
     def _session(
-        self, asked: openai.Asked, prompt: list[int], prefix: bytes, *, arrived_s: float, max_model_len: int
+        self,
+        request: web.Request,
+        prompt: list[int],
+        prefix: bytes,
+        sampling: Sampling,
+        *,
+        arrived_s: float,
+        origin: Origin,
     ) -> Session:
-        sampling = openai.sampling_of(
-            asked,
-            num_prompt_tokens=len(prompt),
-            max_model_len=max_model_len,
-            eos=self._tokenizer.eos_token_ids,
-            seed=secrets.randbits(63),
-        )
+        timeout_s = wishes.seconds_of(request.headers, wishes.TIMEOUT) or math.inf
         return Session(
             id=RequestId(new_id()),
             model=self._cluster.model,
@@ -149,7 +162,9 @@ class Gateway:
             prefix=prefix,
             sampling=sampling,
             created_s=arrived_s,
-            deadline_s=arrived_s + self._config.request_timeout_s,
+            origin=origin,
+            first_token_s=wishes.seconds_of(request.headers, wishes.FIRST_TOKEN) or self._config.first_token_s or None,
+            deadline_s=arrived_s + min(timeout_s, self._config.request_timeout_s),
             max_attempts=self._config.max_attempts,
             patience_s=self._config.patience_s,
             stream_patience_s=self._config.stream_patience_s,
@@ -266,8 +281,11 @@ class Gateway:
 
     async def _guarded(self, request: web.Request, respond: _Respond) -> web.StreamResponse:
         try:
+            if request.path.startswith("/v1/"):
+                request[_TENANT] = self._api_keys.tenant_of(request.headers.get("Authorization"))
             return await respond(request)
         except BatonError as error:
+            self.metrics.refusals.labels(error.code.value).inc()
             return _error_response(request, error)
         except TimeoutError:
             return json_response(replies.http_error_body("the body did not arrive in time"), status=408)

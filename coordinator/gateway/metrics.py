@@ -80,6 +80,9 @@ class GatewayMetrics:
             ("phase",),
             registry=registry,
         )
+        self.refusals = Counter(
+            "baton_refusals", "Requests refused before their first byte, by error code", ("reason",), registry=registry
+        )
         self.prompt_tokens = Counter("baton_gateway_prompt_tokens", "Prompt tokens accepted", registry=registry)
         self.cached_tokens = Counter("baton_gateway_cached_tokens", "Prompt tokens found in a cache", registry=registry)
         self.output_tokens = Counter("baton_gateway_output_tokens", "Tokens delivered", registry=registry)

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from common.errors import ContextLengthError, ModelNotFoundError, RequestError
-from common.messages import Sampling
+from common.messages import Priority, Sampling
 from common.model.tokenizer import Tokenizer
 
 MAX_STOP_STRINGS = 16
@@ -76,6 +76,7 @@ class GenerationFields(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
+    priority: Priority | None = None
 
 
 class ChatFields(GenerationFields, kw_only=True):
@@ -106,6 +107,7 @@ class Asked:
     stream: bool
     include_usage: bool
     ignore_eos: bool
+    priority: Priority | None
 
     @property
     def is_chat(self) -> bool:
@@ -280,6 +282,7 @@ def _asked(
         stream=bool(fields.stream),
         include_usage=bool(options and options.include_usage),
         ignore_eos=bool(fields.ignore_eos),
+        priority=fields.priority,
     )
 
 
@@ -360,6 +363,8 @@ def _invalid(message: str, fields: dict[str, Any]) -> InvalidField:
     what = f"{what[0].lower()}{what[1:].replace('`', '')}"
     if path.endswith(".role"):
         what = f"{what}, expected one of {', '.join(get_args(MessageRole))}"
+    elif path == "priority":
+        what = f"expected one of {', '.join(Priority)}"
     shown = f" is {_shown(fields[path])}" if path in fields else ""
     return InvalidField(_root(path), f"'{path}'{shown}: {what}")
 

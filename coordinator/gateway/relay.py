@@ -6,16 +6,16 @@ that is open, which cancels that call, its node and everything below.
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Protocol, assert_never
 
 from common import telemetry
 from common.clock import Clock
-from common.errors import BatonError, InternalError, PeerLostError
+from common.errors import BatonError, InternalError, MovedError, PeerLostError
 from common.messages import FinishReason, ItemBody, Leaving, Tokens
 from common.rpc.base import Client, OutgoingCall
 from coordinator.gateway.metrics import GatewayMetrics
-from coordinator.gateway.session import Session, SessionStatus
+from coordinator.gateway.session import Session
 from coordinator.gateway.session_events import (
     AskRoute,
     AttemptEnded,
@@ -31,11 +31,13 @@ from coordinator.gateway.session_events import (
     RouteArrived,
     RouteRefused,
     SessionCommand,
+    SessionStatus,
     StopStringFound,
     TokensArrived,
     WaitEnded,
     WaitForCluster,
 )
+from coordinator.gateway.successor import PreparedAttempt, Successor
 from coordinator.gateway.watch import ClusterWatch
 
 log = telemetry.logger(__name__)
@@ -81,9 +83,16 @@ class Relay:
         self._last_token_s: float | None = None
         self._seen = 0
         """The cluster's changes before the route was last asked for."""
+        self._successor: Successor | None = None
 
     async def run(self) -> None:
         """Until the session has ended. Raises CancelledError or ConnectionResetError if the client has gone."""
+        try:
+            await self._run()
+        finally:
+            await self._drop_successor()
+
+    async def _run(self) -> None:
         session = self._session
         try:
             async with asyncio.timeout(session.deadline_s - self._clock.now_s()) as deadline:
@@ -129,6 +138,9 @@ class Relay:
         return following
 
     async def _route(self, command: AskRoute) -> list[SessionCommand]:
+        if (ready := self._prepared(command.attempt)) is not None:
+            return self._session.handle(RouteArrived(self._clock.now_s(), ready.attempt, ready.routed, ready.digest))
+        await self._drop_successor()
         self._seen = self._cluster.num_changes
         try:
             routed, digest = await self._cluster.route(command.body)
@@ -142,16 +154,12 @@ class Relay:
         return self._session.handle(WaitEnded(self._clock.now_s(), command.attempt))
 
     async def _attempt(self, command: OpenAttempt) -> list[SessionCommand]:
-        call = self._client.open(
-            command.node.address,
-            command.body,
-            incarnation=command.node.incarnation,
-            timeout_s=max(0.0, self._session.deadline_s - self._clock.now_s()),
-        )
         try:
-            async with call:
+            async with self._opened(command) as call:
                 return await self._relay(call, command.attempt)
         except BatonError as error:
+            if not isinstance(error, MovedError):
+                await self._drop_successor()  # it takes over from a node that lets go, from no other
             node = command.node
             log.info(
                 "attempt failed",
@@ -165,13 +173,43 @@ class Relay:
                 self._cluster.lost(node.incarnation)
             return self._session.handle(AttemptFailed(self._clock.now_s(), command.attempt, error))
 
+    @asynccontextmanager
+    async def _opened(self, command: OpenAttempt) -> AsyncIterator[OutgoingCall]:
+        """The attempt's call, entered: the one that was prepared for it, or a new one."""
+        if (ready := self._prepared(command.attempt)) is not None:
+            yield ready.call
+            return
+        async with self._client.open(
+            command.node.address,
+            command.body,
+            incarnation=command.node.incarnation,
+            timeout_s=max(0.0, self._session.deadline_s - self._clock.now_s()),
+        ) as call:
+            yield call
+
+    def _prepared(self, attempt: int) -> PreparedAttempt | None:
+        successor = self._successor
+        return successor.prepared() if successor is not None and successor.attempt == attempt else None
+
+    async def _prepare_successor(self) -> None:
+        await self._drop_successor()
+        self._successor = Successor(self._session, cluster=self._cluster, client=self._client, clock=self._clock)
+
+    async def _drop_successor(self) -> None:
+        successor, self._successor = self._successor, None
+        if successor is not None:
+            await successor.close()
+
     async def _relay(self, call: OutgoingCall, attempt: int) -> list[SessionCommand]:
         session, answer, now_s = self._session, self._answer, self._clock.now_s
         items = aiter(call)
         async for item in items:
             if isinstance(item, Leaving):
-                continue  # what the node cannot hand over it ends with MovedError
+                await self._prepare_successor()
+                continue
             assert isinstance(item, Tokens)
+            if item.start not in (None, session.num_tokens):
+                raise PeerLostError(f"the node goes on at token {item.start}, not at {session.num_tokens}")
             await self._execute(session.handle(TokensArrived(now_s(), attempt, item)))
             if session.status is SessionStatus.ENDED:
                 await self._end_of(items)

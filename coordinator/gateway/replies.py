@@ -14,6 +14,7 @@ _STATUS = {
     ErrorCode.INVALID_REQUEST: (400, "invalid_request_error", None),
     ErrorCode.CONTEXT_LENGTH: (400, "invalid_request_error", "context_length_exceeded"),
     ErrorCode.MODEL_NOT_FOUND: (404, "invalid_request_error", "model_not_found"),
+    ErrorCode.UNAUTHORIZED: (401, "invalid_request_error", "invalid_api_key"),
     ErrorCode.OVERLOADED: (429, "rate_limit_error", "rate_limit_exceeded"),
     ErrorCode.DEADLINE: (504, "server_error", "deadline_exceeded"),
     ErrorCode.CONFIG: (500, "server_error", None),
@@ -55,7 +56,9 @@ def error_body(error: BatonError) -> dict[str, object]:
 
 
 def error_headers(error: BatonError) -> dict[str, str]:
-    """Retry-After (whole seconds) where trying again later can help."""
+    """Retry-After (whole seconds) where trying again later can help; how to say who one is."""
+    if error.code is ErrorCode.UNAUTHORIZED:
+        return {"WWW-Authenticate": "Bearer"}
     if status_of(error) not in (429, 503):
         return {}
     return {"Retry-After": str(max(1, math.ceil(error.retry_after_s or _RETRY_AFTER_S)))}

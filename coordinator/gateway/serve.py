@@ -13,6 +13,7 @@ from common import telemetry
 from common.clock import SystemClock, new_id
 from common.config import GatewayConfig
 from common.errors import ConfigError
+from common.keys import is_local
 from common.messages import Audit, GatewayCard, Holdings, Incarnation, NodeId
 from common.model.store import resolve
 from common.model.tokenizer import Tokenizer
@@ -35,6 +36,7 @@ async def serve(
     listening: "asyncio.Future[str] | None" = None,
 ) -> None:
     """Until cancelled. `listening` is given the URL. ConfigError if the port is taken or the model has no tokenizer."""
+    _check_bind(config)
     if tokenizer is None:
         # On a thread: fetching and converting a model takes a while, and a signal must still end it.
         tokenizer = await asyncio.to_thread(_tokenizer_of, config.model)
@@ -70,6 +72,16 @@ async def serve(
             await asyncio.gather(*watching)
         finally:
             gateway.is_stopping = True
+
+
+def _check_bind(config: GatewayConfig) -> None:
+    if config.api_keys or config.links.open_network or is_local(f"tcp://{config.host}:{config.port}"):
+        return
+    raise ConfigError(
+        f"host = {config.host!r} can be reached from other hosts, and there are no API keys: whoever reaches it could "
+        "use the model. Make a file of them with `baton api-key FILE --tenant NAME` and give it as --api-keys FILE; or "
+        "say --open-network, where you trust everybody who reaches the port"
+    )
 
 
 def _tokenizer_of(model: str) -> Tokenizer:

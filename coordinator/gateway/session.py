@@ -33,8 +33,7 @@ R8. Exactly one Finish or Fail is ever returned, or none if the client left; wha
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import NamedTuple, assert_never
+from typing import assert_never
 
 from common.errors import (
     BatonError,
@@ -48,7 +47,17 @@ from common.errors import (
     TransferError,
     UnavailableError,
 )
-from common.messages import FinishReason, Generate, Incarnation, RequestId, Route, Routed, Sampling
+from common.messages import (
+    FinishReason,
+    Generate,
+    Incarnation,
+    NodeAddress,
+    Origin,
+    RequestId,
+    Route,
+    Routed,
+    Sampling,
+)
 from coordinator.gateway.session_events import (
     AskRoute,
     AttemptEnded,
@@ -57,16 +66,20 @@ from coordinator.gateway.session_events import (
     ClientGone,
     DeadlinePassed,
     Deliver,
+    Exclusion,
     Fail,
     Finish,
     OpenAttempt,
+    Outcome,
     Prepared,
     RouteArrived,
     RouteRefused,
     SessionCommand,
     SessionEvent,
+    SessionStatus,
     StopStringFound,
     TokensArrived,
+    Transition,
     WaitEnded,
     WaitForCluster,
 )
@@ -77,15 +90,6 @@ ASK_AGAIN_S = 1.0
 _SHORTEST_WAIT_S = 0.05
 
 
-class SessionStatus(StrEnum):
-    PREPARING = "preparing"
-    ROUTING = "routing"
-    PARKED = "parked"
-    WAITING = "waiting"
-    STREAMING = "streaming"
-    ENDED = "ended"
-
-
 _MOVES: dict[SessionStatus, tuple[SessionStatus, ...]] = {
     SessionStatus.PREPARING: (SessionStatus.ROUTING, SessionStatus.ENDED),
     SessionStatus.ROUTING: (SessionStatus.WAITING, SessionStatus.ROUTING, SessionStatus.PARKED, SessionStatus.ENDED),
@@ -94,23 +98,6 @@ _MOVES: dict[SessionStatus, tuple[SessionStatus, ...]] = {
     SessionStatus.STREAMING: (SessionStatus.ROUTING, SessionStatus.ENDED),
     SessionStatus.ENDED: (),
 }
-
-
-class Outcome(StrEnum):
-    FINISHED = "finished"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
-class Transition(NamedTuple):
-    at_s: float
-    status: SessionStatus
-    why: str
-
-
-class Exclusion(NamedTuple):
-    at_s: float
-    why: str
 
 
 @dataclass(slots=True, eq=False)
@@ -128,6 +115,8 @@ class Session:
     stream_patience_s: float = 60.0
     exclusion_s: float = 2.0
     prefix: bytes = b""
+    origin: Origin = field(default_factory=Origin)
+    first_token_s: float | None = None  # how long the client waits for it
     """Names of the prompt's full blocks, as in `Route.prefix`."""
     status: SessionStatus = SessionStatus.PREPARING
     outcome: Outcome | None = None
@@ -220,6 +209,25 @@ class Session:
         assert len(self.excluded) <= self.attempt
         assert 0 <= self.cached_tokens <= len(self.prompt)
 
+    # --- the next attempt, before it is needed (`successor`) ----------------------------------------------
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and delivered tokens: where the next one belongs."""
+        return len(self.prompt) + len(self.delivered)
+
+    def takeover_route(self) -> Route:
+        """For whoever is to take over from the node that runs the attempt in progress."""
+        assert self.routed is not None
+        return self._route(*self.excluded, self.routed.decode.incarnation)
+
+    def takeover(self, routed: Routed, model_digest: str) -> Generate | None:
+        """The call that takes over, None if that node cannot go on where this attempt stops (R1)."""
+        assert self.routed is not None
+        if model_digest != self._digest:
+            return None
+        return self._generate(self.attempt + 1, routed, source=self.routed.decode)
+
     # --- moves --------------------------------------------------------------------------------------------
 
     def _ask_next(self, at_s: float, why: str) -> list[SessionCommand]:
@@ -228,9 +236,30 @@ class Session:
 
     def _ask_route(self, at_s: float, why: str) -> list[SessionCommand]:
         self._move(SessionStatus.ROUTING, at_s, why)
-        num_tokens = len(self.prompt) + len(self.delivered)
-        route = Route(self.model, num_tokens, tuple(self.excluded), prefix=self.prefix)
-        return [AskRoute(self.attempt, route)]
+        return [AskRoute(self.attempt, self._route(*self.excluded))]
+
+    def _route(self, *exclude: Incarnation) -> Route:
+        return Route(
+            self.model,
+            self.num_tokens,
+            exclude,
+            self.origin,
+            self.prefix,
+            None if self.delivered else self.first_token_s,
+        )
+
+    def _generate(self, attempt: int, routed: Routed, *, source: NodeAddress | None) -> Generate:
+        return Generate(
+            request=self.id,
+            attempt=attempt,
+            model_digest=self._digest,
+            tokens=[*self.prompt, *self.delivered],
+            num_prompt_tokens=len(self.prompt),
+            sampling=self.sampling,
+            prefill=None if source else routed.prefill,
+            origin=self.origin,
+            source=source,
+        )
 
     def _ask_again(self, at_s: float) -> list[SessionCommand]:
         if at_s >= self.deadline_s:
@@ -282,16 +311,7 @@ class Session:
         self._digest = event.model_digest
         self.routed = event.routed
         self._move(SessionStatus.WAITING, event.at_s, event.routed.why)
-        body = Generate(
-            request=self.id,
-            attempt=self.attempt,
-            model_digest=event.model_digest,
-            tokens=[*self.prompt, *self.delivered],
-            num_prompt_tokens=len(self.prompt),
-            sampling=self.sampling,
-            prefill=event.routed.prefill,
-        )
-        return [OpenAttempt(self.attempt, decode, body)]
+        return [OpenAttempt(self.attempt, decode, self._generate(self.attempt, event.routed, source=None))]
 
     def _tokens(self, event: TokensArrived) -> list[SessionCommand]:
         item = event.item

@@ -1,9 +1,40 @@
 """What a session is told (events) and what it wants done (commands). See `session` for the rules."""
 
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
 
 from common.errors import BatonError
 from common.messages import FinishReason, Generate, NodeAddress, Route, Routed, Tokens
+
+# --- what a session is and was ---------------------------------------------------------------------------
+
+
+class SessionStatus(StrEnum):
+    PREPARING = "preparing"
+    ROUTING = "routing"
+    PARKED = "parked"
+    WAITING = "waiting"
+    STREAMING = "streaming"
+    ENDED = "ended"
+
+
+class Outcome(StrEnum):
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Transition(NamedTuple):
+    at_s: float
+    status: SessionStatus
+    why: str
+
+
+class Exclusion(NamedTuple):
+    at_s: float
+    why: str
+
 
 # --- events -----------------------------------------------------------------------------------------------
 
