@@ -16,8 +16,9 @@ from common.rpc.sockets import SocketReader
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"baton"
 
-REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-"""Events of a socket's monitor that tell of a handshake in which one side refused the other."""
+REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+"""Events of a socket's monitor that tell of a handshake in which one side refused the other. Of two whose mechanisms
+differ, the second to notice may see no more than that the first has hung up."""
 
 log = telemetry.logger(__name__)
 _sparing = telemetry.Sparing(log)
@@ -77,12 +78,14 @@ def refused_us(event: int, value: int) -> str | None:
 
 def log_stranger(event: int, value: int) -> None:
     """On a listener: somebody was refused whom no Doorkeeper was asked about."""
-    if event != zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-        return
-    match value:
-        case zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+    match event, value:
+        case zmq.EVENT_HANDSHAKE_FAILED_AUTH, _:
+            return
+        case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, _:
+            why = "it hung up in the handshake"
+        case _, zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
             why = "one of us has keys and the other has none"
-        case zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+        case _, zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
             why = "it took us for another cluster: its keys are not ours"
         case _:
             why = "it speaks no ZeroMQ"

@@ -29,7 +29,7 @@ from common.rpc.server import ServerEndpoint
 from common.rpc.sockets import SocketReader
 
 _MAX_SOCKETS = 65_536  # a link takes three; libzmq's own limit of 1,023 would be a few hundred links
-_GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | REFUSALS
+_GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | REFUSALS
 
 
 class DealerWire:

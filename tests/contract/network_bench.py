@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from common.clock import new_id
+from common.keys import Trust, create, load
 from common.messages import (
     Incarnation,
     NodeId,
@@ -27,13 +28,23 @@ ROUTE = Route("model", 1)
 T = TypeVar("T")
 
 
+def new_trust(folder: Path) -> Trust:
+    """Keys that nobody else has."""
+    create(folder)
+    return Trust(keys=load(folder))
+
+
 class Bench:
     """A network under test, and what a test needs to drive it."""
 
     def __init__(self, kind: str, folder: Path) -> None:
-        in_memory = kind == "memory"
-        self.network: ZmqNetwork | MemoryNetwork = MemoryNetwork(times=QUICK) if in_memory else ZmqNetwork(times=QUICK)
-        self.address = f"ipc://{folder}/calls" if kind == "ipc" else "tcp://127.0.0.1:0"
+        """`kind`: memory, tcp, ipc, or one of the last two with " and keys"."""
+        transport, _, with_keys = kind.partition(" and ")
+        self.trust = new_trust(folder / "keys") if with_keys else Trust()
+        self.network: ZmqNetwork | MemoryNetwork = (
+            MemoryNetwork(times=QUICK) if transport == "memory" else ZmqNetwork(times=QUICK, trust=self.trust)
+        )
+        self.address = f"ipc://{folder}/calls" if transport == "ipc" else "tcp://127.0.0.1:0"
         self.client = self.new_client()
 
     def new_client(self) -> ClientEndpoint:

@@ -1,4 +1,5 @@
-"""One contract for every network: ZeroMQ over tcp and ipc, and memory with a clock that the test moves."""
+"""One contract for every network: ZeroMQ over tcp and ipc, with keys and without, and memory with a clock that the
+test moves."""
 
 import asyncio
 import time
@@ -38,7 +39,7 @@ from tests.contract.network_bench import (
 )
 
 
-@pytest.fixture(params=["tcp", "ipc", "memory"])
+@pytest.fixture(params=["tcp", "ipc", "tcp and keys", "ipc and keys", "memory"])
 async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
     """Checks that nothing of the network is left: no call, task, descriptor or thread."""
     before = descriptors_and_threads()

@@ -32,6 +32,7 @@ from common.messages import (
     decode_from_callee,
     encode,
 )
+from common.rpc.curve import as_dialler, as_listener
 from common.rpc.endpoint import MAX_MESSAGE_BYTES
 from tests.contract.network_bench import (
     ROUTE,
@@ -45,14 +46,9 @@ from tests.contract.network_bench import (
 )
 
 
-@pytest.fixture
-def kind() -> str:
-    return "tcp"
-
-
-@pytest.fixture
-async def wild(kind: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    bench = Bench(kind, tmp_path)
+@pytest.fixture(params=["tcp", "tcp and keys"])
+async def wild(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
+    bench = Bench(request.param, tmp_path)
     yield bench
     await bench.network.close()
 
@@ -79,6 +75,7 @@ async def test_a_malformed_message_costs_its_sender_the_link_and_nobody_else_any
     other = await wild.enter(server.address, ROUTE)
     context = zmq.Context()
     raw = context.socket(zmq.DEALER)
+    as_dialler(raw, wild.trust.keys)
     raw.connect(server.address)
     if after_hello:
         raw.send(HELLO)
@@ -97,6 +94,7 @@ async def test_a_peer_whose_link_was_given_up_is_told_so(wild: Bench) -> None:
     server = await wild.serve(count_to_five)
     context = zmq.Context()
     raw = context.socket(zmq.DEALER)
+    as_dialler(raw, wild.trust.keys)
     raw.connect(server.address)
     raw.send(encode([Open(CallId(1), Watch())]))
     await wild.until(lambda: bool(raw.getsockopt(zmq.EVENTS) & zmq.POLLIN))
@@ -129,6 +127,7 @@ async def test_malformed_bytes_from_a_server_cost_the_client_that_link_only(wild
     server = await wild.serve(count_to_five)
     context = zmq.Context()
     raw = context.socket(zmq.ROUTER)
+    as_listener(raw, wild.trust.keys)
     raw.bind("tcp://127.0.0.1:0")
     address = raw.getsockopt_string(zmq.LAST_ENDPOINT)
     bad = asyncio.ensure_future(ask(wild.client, address))
@@ -160,7 +159,8 @@ asyncio.run(main())
 """
 
 
-async def test_a_process_killed_with_sigkill_is_noticed_within_a_second(wild: Bench) -> None:
+async def test_a_process_killed_with_sigkill_is_noticed_within_a_second(tmp_path: Path) -> None:
+    wild = Bench("tcp", tmp_path)
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", CHILD, stdout=asyncio.subprocess.PIPE)
     try:
         assert child.stdout is not None
@@ -176,6 +176,7 @@ async def test_a_process_killed_with_sigkill_is_noticed_within_a_second(wild: Be
         with suppress(ProcessLookupError):
             child.kill()
         await child.wait()
+        await wild.network.close()
 
 
 def test_it_runs_under_uvloop_and_leaves_no_descriptor(tmp_path: Path) -> None:
