@@ -26,6 +26,7 @@ from common.kv_cache.cache_news import OfferedNames
 from common.kv_cache.memory import PoolMemory
 from common.messages import (
     Audit,
+    HeldConnection,
     Holdings,
     Incarnation,
     NodeCard,
@@ -44,7 +45,11 @@ from common.rpc.registration import stay_registered
 log = telemetry.logger(__name__)
 
 
-class Closing(Protocol):
+class ServedBlocks(Protocol):
+    """`kv_transfer.base.BlockServer` once it has started."""
+
+    def connections(self) -> list[HeldConnection]: ...
+
     async def close(self) -> None: ...
 
 
@@ -53,7 +58,7 @@ class ServeBlocks(Protocol):
 
     def __call__(
         self, pool: PoolMemory, wanted: str, *, listen_host: str
-    ) -> Awaitable[Sequence[tuple[Offer, Closing]]]: ...
+    ) -> Awaitable[Sequence[tuple[Offer, ServedBlocks]]]: ...
 
 
 class NodeHost:
@@ -86,6 +91,8 @@ class NodeHost:
             block_size=memory.layout.block_size,
         )
         self.on_starved: Callable[[], None] = lambda: None
+        self.reading: Callable[[], list[HeldConnection]] = list
+        """The connections by which the role reads other pools."""
         self._offered = OfferedNames()
         self._network = network
         self._serve_blocks = serve_blocks
@@ -119,9 +126,11 @@ class NodeHost:
         self.engine.start()
         self._resources.push_async_callback(asyncio.to_thread, self.engine.stop)
         self._offers: list[Offer] = []
+        self._served: list[ServedBlocks] = []
         listen_host = _host_of(self.config.listen)
         for offer, server in await self._serve_blocks(self.memory, self.config.transport, listen_host=listen_host):
             self._offers.append(offer)
+            self._served.append(server)
             self._resources.push_async_callback(server.close)
         self.client: Client = self._network.client(node=self.name, incarnation=self.incarnation)
         self._resources.push_async_callback(self.client.close)
@@ -190,6 +199,9 @@ class NodeHost:
             num_blocks=counted.num_blocks,
             used_blocks=counted.used_blocks,
             owned_blocks=counted.owned_blocks,
+            serving=tuple(one for served in self._served for one in served.connections()),
+            reading=tuple(self.reading()),
+            grants=self.memory.grants.requests,
         )
 
     def load(self) -> NodeLoad:

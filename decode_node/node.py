@@ -66,6 +66,8 @@ class DecodeNode:
         self._readers = readers
         self._calls: dict[RequestId, _GenerateShell] = {}  # by engine id, oldest first
         host.on_starved = self._reclaim
+        host.reading = readers.connections
+        host.client.on_lost = readers.lose
 
     async def join(self) -> None:
         await self._host.join({Generate: self._generate})

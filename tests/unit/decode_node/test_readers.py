@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from common.errors import PeerLostError, StaleBlockError, TransferError
-from common.messages import BlockId, BlockRef, Incarnation, NodeAddress, NodeId
+from common.messages import BlockId, BlockRef, HeldConnection, Incarnation, NodeAddress, NodeId
 from decode_node.readers import Readers
 from kv_transfer.base import BlockReader
 
@@ -105,4 +105,24 @@ async def test_a_reader_that_nobody_uses_is_closed() -> None:
     await bench.read()
     async with asyncio.timeout(5):
         await bench.made[0].closed.wait()
+    await bench.readers.close()
+
+
+async def test_open_readers_are_listed_with_their_reads_until_their_owner_is_lost() -> None:
+    bench = Bench()
+    assert bench.readers.connections() == []
+    await bench.read()
+    assert bench.readers.connections() == [HeldConnection("scripted", OWNER.incarnation)]
+    [reader] = bench.made
+    reader.gate.clear()
+    read = asyncio.create_task(bench.read())
+    await asyncio.wait([read], timeout=0)
+    assert bench.readers.connections() == [HeldConnection("scripted", OWNER.incarnation, 1)]
+    reader.gate.set()
+    await read
+    bench.readers.lose(Incarnation("somebody else"))
+    assert not reader.closed.is_set()
+    bench.readers.lose(OWNER.incarnation)
+    assert bench.readers.connections() == []
+    await reader.closed.wait()
     await bench.readers.close()
