@@ -31,6 +31,7 @@ COMMANDS = {
     "prefill-node": LazyCommand("prefill_node.__main__:main", "Run a prefill node."),
     "decode-node": LazyCommand("decode_node.__main__:main", "Run a decode node."),
     "keys": LazyCommand("coordinator.cli.keys:main", "Make the keys of a cluster."),
+    "api-key": LazyCommand("coordinator.cli.api_key:main", "Make an API key for the gateway."),
     "version": LazyCommand("coordinator.cli.version:main", "Show what is installed."),
 }
 

@@ -107,7 +107,7 @@ class Asked:
     stream: bool
     include_usage: bool
     ignore_eos: bool
-    priority: Priority | None
+    priority: Priority | None = None
 
     @property
     def is_chat(self) -> bool:
