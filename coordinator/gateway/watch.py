@@ -54,12 +54,12 @@ class ClusterWatch:
                         async for item in call:
                             assert isinstance(item, View)
                             retry_s = FIRST_RETRY_S
-                            self._set(coordinator, item)
+                            self.shown(coordinator, item)
                 except BatonError as error:
                     log.debug("coordinator away", coordinator=coordinator, error=error.message)
                 if self.coordinator is not None:
                     log.warning("coordinator lost", coordinator=coordinator)
-                    self._set(None, self.view)
+                    self.shown(None, self.view)
             # Many gateways that lost one coordinator do not come back in step.
             await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
             retry_s = min(retry_s * 2, LAST_RETRY_S)
@@ -149,7 +149,7 @@ class ClusterWatch:
         """The one that is watched, then the others; those that were silent when last asked after all of them."""
         return sorted(self._coordinators, key=lambda each: (each in self._silent, each != self.coordinator))
 
-    def _set(self, coordinator: str | None, view: View) -> None:
+    def shown(self, coordinator: str | None, view: View) -> None:
         if coordinator is not None and coordinator != self.coordinator:
             log.info("coordinator found", coordinator=coordinator, nodes=len(view.nodes))
         has_changed = coordinator != self.coordinator or _standing(view) != _standing(self.view)

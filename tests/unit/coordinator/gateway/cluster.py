@@ -251,12 +251,12 @@ def says(
     return script
 
 
-def breaks(tokens: list[int], error: Exception) -> Script:
+def breaks(tokens: list[int], error: Exception, *, cached_tokens: int = 0) -> Script:
     """Says these tokens and fails."""
 
     async def script(body: Generate) -> AsyncIterator[Tokens]:
         if tokens:
-            yield Tokens(tokens)
+            yield Tokens(tokens, cached_tokens=cached_tokens)
         raise error
 
     return script

@@ -161,6 +161,23 @@ async def test_a_lost_node_is_no_news_for_the_client(gateway: RunningGateway, st
     assert gateway.cluster.routes[1].exclude == (address("d1").incarnation,)
 
 
+@pytest.mark.parametrize("cut", [2, 5, 6])
+async def test_usage_and_stop_strings_are_those_of_one_answer_whatever_node_gave_it(
+    gateway: RunningGateway, cut: int
+) -> None:
+    tokens = gateway.tokenizer.encode("0123456789")
+    assert len(tokens) == 10, "so the cuts are before and in the stop string"
+    first = breaks(tokens[:cut], PeerLostError("gone"), cached_tokens=3)
+    gateway.cluster.generate = in_turn(first, says(tokens, cached_tokens=5))
+    _, answer, _ = await gateway.chat(stop=["456"])
+    assert answer["choices"][0]["message"]["content"] == "0123"
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    usage = answer["usage"]
+    assert usage["completion_tokens"] == 7, "up to the token that completed the stop string"
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 3, "as the first node found it"
+    assert len(gateway.cluster.generates) == 2
+
+
 async def test_the_official_client_works(gateway: RunningGateway) -> None:
     gateway.cluster.generate = says([*gateway.tokenizer.encode(ANSWER), 1])
     messages = [{"role": "user", "content": "Hi"}]

@@ -82,7 +82,9 @@ async def test_a_coordinators_refusal_is_a_status(start_gateway: StartGateway) -
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_request_waits_for_a_node_that_comes(gateway: RunningGateway, stream: bool) -> None:
+async def test_a_request_waits_for_a_node_that_comes(start_gateway: StartGateway, stream: bool) -> None:
+    gateway = await start_gateway(patience_s=60.0)
+
     def route(body: object) -> Routed:
         if not gateway.cluster.view.nodes:
             raise UnavailableError("no decode node is ready", retry_after_s=60)
@@ -93,7 +95,8 @@ async def test_a_request_waits_for_a_node_that_comes(gateway: RunningGateway, st
     asking = asyncio.create_task(gateway.chat(stream=stream))
     await gateway.cluster.until(lambda: len(gateway.cluster.routes) == 1)
     await gateway.cluster.change(view=View((node_view("d1"),)))
-    status, _, headers = await asking
+    async with asyncio.timeout(WITHIN_S):
+        status, _, headers = await asking
     assert (status, headers["x-baton-path"], len(gateway.cluster.routes)) == (200, "decode-only", 2)
 
 
