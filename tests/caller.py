@@ -4,7 +4,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from common.clock import new_id
-from common.messages import Generate, RequestId, Route, Routed, Sampling, Tokens, View, Watch
+from common.messages import Generate, Origin, RequestId, Route, Routed, Sampling, Tokens, View, Watch
 from common.rpc.base import Client
 
 
@@ -30,19 +30,26 @@ class Caller:
                 return item
         raise AssertionError("the coordinator ended the watch")
 
-    async def route(self, model: str, num_tokens: int) -> Routed:
-        async with self.client.open(self.coordinator, Route(model, num_tokens)) as call:
+    async def route(self, model: str, num_tokens: int, prefix: bytes = b"") -> Routed:
+        async with self.client.open(self.coordinator, Route(model, num_tokens, prefix=prefix)) as call:
             async for item in call:
                 assert isinstance(item, Routed)
                 return item
         raise AssertionError("the coordinator ended without a route")
 
     async def ask(
-        self, prompt: list[int], max_tokens: int, *, sampling: Sampling | None = None, routed: Routed | None = None
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        sampling: Sampling | None = None,
+        routed: Routed | None = None,
+        prefix: bytes = b"",
+        origin: Origin | None = None,
     ) -> Answer:
-        """One request, greedy unless `sampling` says otherwise."""
+        """One request, greedy unless `sampling` says otherwise. `prefix` names its blocks for the coordinator."""
         card = (await self.view()).nodes[0].card
-        routed = routed or await self.route(card.model, len(prompt))
+        routed = routed or await self.route(card.model, len(prompt), prefix)
         body = Generate(
             request=RequestId(new_id()),
             attempt=0,
@@ -51,6 +58,7 @@ class Caller:
             num_prompt_tokens=len(prompt),
             sampling=sampling or Sampling(max_tokens=max_tokens, seed=next(self._seeds), temperature=0.0),
             prefill=routed.prefill,
+            origin=origin or Origin(),
         )
         answer = Answer(routed=routed)
         address = routed.decode
