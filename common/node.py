@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from common import telemetry
 from common.clock import Clock, SystemClock, new_id
 from common.config import NodeConfig
+from common.draining import Draining
 from common.engine.events import Count, Probe
 from common.engine.limits import Limits, QueueBounds
 from common.engine.loop import Engine
@@ -26,6 +27,7 @@ from common.kv_cache.cache_news import OfferedNames
 from common.kv_cache.memory import PoolMemory
 from common.messages import (
     Audit,
+    Drain,
     HeldConnection,
     Holdings,
     Incarnation,
@@ -43,6 +45,8 @@ from common.rpc.base import Client, Handler, IncomingCall, Network, Server
 from common.rpc.registration import stay_registered
 
 log = telemetry.logger(__name__)
+
+_LAST_WORDS_S = 0.2
 
 
 class ServedBlocks(Protocol):
@@ -91,6 +95,7 @@ class NodeHost:
             block_size=memory.layout.block_size,
         )
         self.on_starved: Callable[[], None] = lambda: None
+        self.draining = Draining(self.name, self.clock)
         self.reading: Callable[[], list[HeldConnection]] = list
         """The connections by which the role reads other pools."""
         self._offered = OfferedNames()
@@ -137,7 +142,7 @@ class NodeHost:
 
     async def join(self, handlers: Mapping[type[RequestBody], Handler]) -> NodeCard:
         """Answer calls and stay registered with every coordinator until the host is left."""
-        handlers = {**handlers, Audit: self._audit}
+        handlers = {**handlers, Audit: self._audit, Drain: self.draining.drain}
         server = await self._network.serve(self.config.listen, handlers, node=self.name, incarnation=self.incarnation)
         self._server = server
         self._resources.push_async_callback(server.close)
@@ -204,6 +209,11 @@ class NodeHost:
             grants=self.memory.grants.requests,
         )
 
+    async def until_drained(self) -> None:
+        """Return when nothing is left to do here and the last words are on their way."""
+        await self.draining.drained.wait()
+        await asyncio.sleep(_LAST_WORDS_S)
+
     def load(self) -> NodeLoad:
         self.engine.post(Probe())
         stats = self.engine.stats()
@@ -211,6 +221,7 @@ class NodeHost:
         return NodeLoad(
             num_waiting=stats.num_waiting,
             num_running=stats.num_running,
+            is_draining=self.draining.is_draining,
             num_waiting_tokens=stats.num_waiting_tokens,
             free_blocks=stats.free_blocks,
             leased_blocks=stats.leased_blocks,

@@ -5,18 +5,35 @@ The engine's events reach a call as plain function calls on the loop, so a token
 
 import asyncio
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, assert_never
 
 from common import telemetry
 from common.config import NodeConfig
-from common.engine.events import Admit, Release, Reserve
-from common.errors import BatonError, InternalError, TransferError
-from common.messages import BlocksReady, Generate, NodeAddress, PrefillDone, Pulled, RequestId, Role
+from common.engine.events import Admit, Announce, Announced, Failed, Release, Reserve, Reserved
+from common.engine.request import Progress
+from common.errors import BatonError, IncompatibleError, InternalError, TransferError, UnavailableError
+from common.kv_cache.grants import new_secret
+from common.messages import (
+    BlockRef,
+    BlocksReady,
+    Generate,
+    HandedOver,
+    Handover,
+    NodeAddress,
+    PrefillDone,
+    Pulled,
+    RequestId,
+    Role,
+    Stop,
+)
 from common.model.runner import load_runner
 from common.node import NodeHost, keep_for_good, new_incarnation
 from common.rpc.base import IncomingCall, Network, OutgoingCall
 from decode_node.readers import Readers
-from decode_node.role import (
+from decode_node.role import GenerateCall
+from decode_node.role_events import (
+    AskHandover,
     AskPrefill,
     Cancelled,
     ClosePrefill,
@@ -24,38 +41,45 @@ from decode_node.role import (
     Emit,
     EndCall,
     Event,
-    GenerateCall,
+    Evicted,
+    LeaveAsked,
     PrefillEnded,
     Pull,
     PullEnded,
     Reclaimed,
     StopPulls,
+    StopSource,
 )
-from kv_transfer.base import BlockReader
+from kv_transfer.base import BlockReader, TransferSettings
 from kv_transfer.choose import connect, serve_all
+from kv_transfer.layout import mismatch
 
 log = telemetry.logger(__name__)
 
 
 def serve(config: NodeConfig, network: Network) -> Coroutine[Any, Any, None]:
-    """Load the model, then serve until cancelled. Loading happens before there is a loop: it takes seconds."""
+    """Load the model, then serve until drained or cancelled. Loading comes before there is a loop: it takes seconds."""
     runner, memory = load_runner(config.model, config.engine, new_incarnation())
     keep_for_good()
-    host = NodeHost(config, Role.DECODE, runner=runner, memory=memory, network=network, serve_blocks=serve_all)
+    settings = TransferSettings.of(config.links)
+    serve_blocks = partial(serve_all, settings=settings)
+    host = NodeHost(config, Role.DECODE, runner=runner, memory=memory, network=network, serve_blocks=serve_blocks)
 
     async def open_reader(owner: NodeAddress) -> tuple[str, BlockReader]:
-        return await connect(owner.offers, owner=owner.incarnation, pool=memory, wanted=config.transport)
+        return await connect(
+            owner.offers, owner=owner.incarnation, pool=memory, wanted=config.transport, settings=settings
+        )
 
-    async def until_cancelled() -> None:
+    async def until_drained() -> None:
         readers = Readers(open_reader)
         try:
             async with host:
                 await DecodeNode(host, readers).join()
-                await asyncio.Event().wait()
+                await host.until_drained()
         finally:
             await readers.close()
 
-    return until_cancelled()
+    return until_drained()
 
 
 class DecodeNode:
@@ -70,7 +94,7 @@ class DecodeNode:
         host.client.on_lost = readers.lose
 
     async def join(self) -> None:
-        await self._host.join({Generate: self._generate})
+        await self._host.join({Generate: self._generate, Handover: self._hand_over})
 
     async def _generate(self, call: IncomingCall) -> None:
         body = call.body
@@ -83,11 +107,36 @@ class DecodeNode:
         )
         self._host.check_queue(body.origin.priority)
         shell = _GenerateShell(self._host, self._readers, call, body)
-        self._calls[shell.id] = shell
+        with self._host.draining.admitted(shell):
+            self._calls[shell.id] = shell
+            try:
+                await shell.run()
+            finally:
+                del self._calls[shell.id]
+
+    async def _hand_over(self, call: IncomingCall) -> None:
+        """A running request goes on at the caller's node, which pulls what is finished of it first."""
+        body = call.body
+        assert isinstance(body, Handover)
+        if reason := mismatch(self._host.memory.layout, body.layout):
+            raise IncompatibleError(f"{self._host.name} cannot hand its blocks over: {reason}")
+        shell = self._running(body.request, body.attempt)
+        refs, secret, grants = await shell.full_blocks(), new_secret(), self._host.memory.grants
+        grants.grant(secret, refs, request=body.request)
         try:
-            await shell.run()
+            call.send(BlocksReady(self._host.incarnation, 0, refs, secret))
+            async for sent in call:
+                if isinstance(sent, Stop):
+                    call.send(HandedOver(shell.hand_over()))
+                    return
         finally:
-            del self._calls[shell.id]
+            grants.revoke(secret)
+
+    def _running(self, request: RequestId, attempt: int) -> "_GenerateShell":
+        for shell in self._calls.values():
+            if shell.is_running(request, attempt):
+                return shell
+        raise UnavailableError(f"{self._host.name} does not run attempt {attempt} of this request")
 
     def _reclaim(self) -> None:
         """Running requests cannot grow: the newest reservation gives its blocks back."""
@@ -106,8 +155,10 @@ class _GenerateShell:
         self._readers = readers
         self._call = call
         self._role = GenerateCall(body, id=self.id, layout=host.memory.layout, now_s=host.clock.now_s())
-        self._owner: NodeAddress | None = body.prefill
+        self._owner: NodeAddress | None = body.source or body.prefill
         self._request = body.request
+        self._attempt = body.attempt
+        self._announced: asyncio.Future[tuple[BlockRef, ...]] | None = None
         self._prefill: OutgoingCall | None = None
         self._asking: asyncio.Task[None] | None = None  # None as soon as the role has closed it
         self._asks: set[asyncio.Task[None]] = set()
@@ -119,7 +170,7 @@ class _GenerateShell:
         return self._role.holds_reservation
 
     async def run(self) -> None:
-        with self._host.port.listen(self.id, self.feed, owner=self._request):
+        with self._host.port.listen(self.id, self._on_engine, owner=self._request):
             try:
                 self._obey(self._role.begin(now_s=self._host.clock.now_s()))
                 if error := await self._ended:
@@ -127,8 +178,44 @@ class _GenerateShell:
             finally:
                 # Reads settle before their blocks are given back, whatever ended the call.
                 self.feed(Cancelled())
+                self._announce(())
                 while tasks := self._asks | self._pulls:
                     await asyncio.wait(tasks)
+
+    # --- being drained -----------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        self.feed(LeaveAsked())
+
+    def evict(self) -> None:
+        self.feed(Evicted())
+
+    def is_running(self, request: RequestId, attempt: int) -> bool:
+        return (self._request, self._attempt) == (request, attempt) and self._role.is_running
+
+    async def full_blocks(self) -> tuple[BlockRef, ...]:
+        """The blocks that are finished by now; none if the request ends meanwhile."""
+        if self._announced is None or self._announced.done():
+            self._announced = asyncio.get_running_loop().create_future()
+            self._host.engine.post(Announce(self.id))
+        return await asyncio.shield(self._announced)
+
+    def hand_over(self) -> list[int]:
+        """End the call as moved; returns the tokens that it had by then. UnavailableError if it has ended already."""
+        if not self._role.is_running:
+            raise UnavailableError("the request has ended here")
+        self.feed(Evicted())
+        return self._role.tokens
+
+    def _announce(self, refs: tuple[BlockRef, ...]) -> None:
+        if self._announced is not None and not self._announced.done():
+            self._announced.set_result(refs)
+
+    def _on_engine(self, event: Reserved | Progress | Failed | Announced) -> None:
+        if isinstance(event, Announced):
+            self._announce(event.refs)
+        else:
+            self.feed(event)
 
     def feed(self, event: Event) -> None:
         self._obey(self._role.handle(event, now_s=self._host.clock.now_s()))
@@ -138,10 +225,13 @@ class _GenerateShell:
             match command:
                 case Reserve() | Admit() | Release():
                     self._host.engine.post(command)
-                case AskPrefill():
+                case AskPrefill() | AskHandover():
                     self._prefill = None
-                    self._asking = self._spawn(self._ask_prefill(command), self._asks)
+                    self._asking = self._spawn(self._ask(command), self._asks)
                     self._asking.add_done_callback(self._prefill_ended)
+                case StopSource():
+                    assert self._prefill is not None
+                    self._prefill.send(Stop())
                 case Pull():
                     self._pull(command)
                 case StopPulls():
@@ -157,16 +247,16 @@ class _GenerateShell:
                 case _:
                     assert_never(command)
 
-    # --- the prefill call ------------------------------------------------------------------------------------
+    # --- the prefill or handover call ------------------------------------------------------------------------
 
-    async def _ask_prefill(self, command: AskPrefill) -> None:
+    async def _ask(self, command: AskPrefill | AskHandover) -> None:
         address = command.address
         async with self._host.client.open(
             address.address, command.body, incarnation=address.incarnation, timeout_s=self._call.remaining_s
         ) as call:
             self._prefill = call
             async for item in call:
-                assert isinstance(item, BlocksReady | PrefillDone)
+                assert isinstance(item, BlocksReady | PrefillDone | HandedOver)
                 self.feed(item)
 
     def _prefill_ended(self, task: asyncio.Task[None]) -> None:

@@ -5,6 +5,7 @@
       |    |                    +------> SETTLING <--------+                       |
       |    +------(reclaimed)---------------+--------------(prefill lost)----------+
       +-----------------------------------------(no prefill node)------------------+
+      +-----(a draining node runs it)---> TAKING --HandedOver--> DECODING
 
 1. Room first: the prompt's blocks are leased before prefill is asked, so a full pool slows intake.
 2. Blocks are pulled as they are announced. The prefill node's first token is passed on at once; it is
@@ -16,129 +17,60 @@
 5. A reservation that running requests need more (`Reclaimed`) is given back and asked for again.
 6. The first token obeys every finish rule. A request for one token pulls nothing.
 7. Whatever ends the call: one Release to the engine, one End to the caller, the prefill call closed.
+8. A request that a draining node runs is taken over: its full blocks are pulled while that node goes on, then it is
+   stopped there and goes on here from the tokens that it had by then. If anything of that fails the call ends:
+   the other node goes on, or its caller asks anew.
+9. A node that is drained itself says so to whoever could have a running request taken over, and lets go of
+   it (MOVED) once it is, or when the time is over; what does not run yet it lets go of at once.
 """
-
-from dataclasses import dataclass
-from enum import StrEnum
 
 from common.engine.events import Admit, Failed, Release, Reserve, Reserved
 from common.engine.request import EngineRequest, Progress
-from common.errors import BatonError, InternalError, InvalidTransition
+from common.errors import BatonError, InternalError, InvalidTransition, MovedError, UnavailableError
 from common.messages import (
     BlockId,
-    BlockRef,
     BlocksReady,
     FinishReason,
     Generate,
-    Incarnation,
+    HandedOver,
+    Handover,
     KVLayout,
-    NodeAddress,
+    Leaving,
     Prefill,
     PrefillDone,
     RequestId,
     Tokens,
     WireError,
 )
+from decode_node.role_events import (
+    AskHandover,
+    AskPrefill,
+    Cancelled,
+    ClosePrefill,
+    Command,
+    Emit,
+    EndCall,
+    Event,
+    Evicted,
+    LeaveAsked,
+    Path,
+    PrefillEnded,
+    Pull,
+    PullEnded,
+    Reclaimed,
+    State,
+    StopPulls,
+    StopSource,
+)
 
-
-class State(StrEnum):
-    RESERVING = "reserve"
-    PREFILLING = "prefill"
-    PULLING = "transfer"
-    SETTLING = "settle"
-    DECODING = "decode"
-    ENDED = "ended"
-
-
-class Path(StrEnum):
-    """Who computes the prompt, as far as is known yet."""
-
-    PREFILL = "prefill"
-    HOME = "home"
-    FALLBACK = "fallback"
-
-
-# --- events that only this role knows ------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class PullEnded:
-    """One read is settled: `count` blocks from index `first` are in place, or `error` says why not."""
-
-    first: int
-    count: int
-    error: BatonError | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillEnded:
-    """The Prefill call is over, with its error if it had one."""
-
-    error: BatonError | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Reclaimed:
-    """Running requests need this reservation's blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cancelled:
-    """The call is over for its caller: cancelled, lost, or out of time."""
-
-
-Event = Reserved | BlocksReady | PrefillDone | PullEnded | PrefillEnded | Progress | Failed | Reclaimed | Cancelled
-
-# --- commands --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class AskPrefill:
-    address: NodeAddress
-    body: Prefill
-
-
-@dataclass(frozen=True, slots=True)
-class Pull:
-    """Read `refs` of `owner` into `into`; answered by exactly one PullEnded(first, ...)."""
-
-    owner: Incarnation
-    first: int
-    refs: tuple[BlockRef, ...]
-    into: tuple[BlockId, ...]
-    secret: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class StopPulls:
-    """Post no more reads and let those in flight settle; each still answers."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClosePrefill:
-    """The prefill node may free the blocks: say Pulled if `done`, else cancel the call."""
-
-    done: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Emit:
-    item: Tokens
-
-
-@dataclass(frozen=True, slots=True)
-class EndCall:
-    error: WireError | None = None
-
-
-Command = Reserve | Admit | Release | AskPrefill | Pull | StopPulls | ClosePrefill | Emit | EndCall
-
-_WITH_PREFILL = frozenset({State.PREFILLING, State.PULLING})
+_WITH_CALL = frozenset({State.PREFILLING, State.PULLING, State.TAKING})
+"""A Prefill or Handover call of ours may be open."""
 
 _MOVES: dict[State, frozenset[State]] = {
-    State.RESERVING: frozenset({State.PREFILLING, State.DECODING, State.ENDED}),
+    State.RESERVING: frozenset({State.PREFILLING, State.TAKING, State.DECODING, State.ENDED}),
     State.PREFILLING: frozenset({State.PULLING, State.DECODING, State.SETTLING, State.ENDED}),
     State.PULLING: frozenset({State.DECODING, State.SETTLING, State.ENDED}),
+    State.TAKING: frozenset({State.DECODING, State.SETTLING, State.ENDED}),
     State.SETTLING: frozenset({State.RESERVING, State.DECODING, State.ENDED}),
     State.DECODING: frozenset({State.ENDED}),
     State.ENDED: frozenset(),
@@ -158,7 +90,9 @@ class GenerateCall:
         self._pulling = 0  # reads in flight
         self._after_settling = State.ENDED
         self._end_error: WireError | None = None
-        self.path = Path.PREFILL if body.prefill else Path.HOME
+        self._has_emitted = False
+        self._has_stopped_source = False
+        self.path = Path.HANDOVER if body.source else Path.PREFILL if body.prefill else Path.HOME
         self.num_cached = 0
         self.state = State.RESERVING
         self.history: list[tuple[State, float]] = [(State.RESERVING, now_s)]
@@ -168,7 +102,16 @@ class GenerateCall:
     @property
     def holds_reservation(self) -> bool:
         """True while the call leases blocks that no running request uses yet."""
-        return self.state in _WITH_PREFILL and bool(self._blocks)
+        return self.state in _WITH_CALL and bool(self._blocks) and not self._has_stopped_source
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt, delivered tokens and those that this call passed on."""
+        return list(self._tokens)
+
+    @property
+    def is_running(self) -> bool:
+        return self.state is State.DECODING
 
     def phases(self, now_s: float) -> dict[str, float]:
         """Seconds by state, summing to the call's life."""
@@ -189,10 +132,11 @@ class GenerateCall:
     # --- moves ----------------------------------------------------------------------------------------------
 
     def begin(self, *, now_s: float) -> list[Command]:
-        if self._body.prefill is None:
-            return self._admit(now_s)
-        if self._num_wanted == 1:  # rule 6: its one token comes from prefill, nothing to reserve
-            return self._ask_prefill(now_s)
+        if self._body.source is None:
+            if self._body.prefill is None:
+                return self._admit(now_s)
+            if self._num_wanted == 1:  # rule 6: its one token comes from prefill, nothing to reserve
+                return self._ask_prefill(now_s)
         return [Reserve(self._id, list(self._tokens), self._body.origin)]
 
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
@@ -205,16 +149,22 @@ class GenerateCall:
                 return self._blocks_ready(event)
             case PrefillDone():
                 return self._prefill_done_with(event, now_s)
+            case HandedOver():
+                return self._handed_over(event, now_s)
             case PullEnded():
                 return self._pull_ended(event, now_s)
-            case PrefillEnded():
-                return self._prefill_ended(now_s)
+            case PrefillEnded(error=error):
+                return self._lost(error, now_s)
             case Progress():
                 return self._progressed(event, now_s)
             case Failed(message=message):
                 return self._end(now_s, InternalError(message))
             case Reclaimed():
                 return self._let_go(State.RESERVING, now_s) if self.holds_reservation else []
+            case LeaveAsked() if self.is_running:
+                return [Emit(Leaving())]
+            case LeaveAsked() | Evicted():
+                return self._end(now_s, MovedError("this node is being drained"))
             case Cancelled():
                 return self._end(now_s)
 
@@ -225,6 +175,8 @@ class GenerateCall:
         self.num_cached = event.num_cached
         num_cached_blocks = event.num_cached // self._layout.block_size
         self._landed = [index < num_cached_blocks for index in range(len(event.blocks))]
+        if self._body.source is not None:
+            return self._ask_handover(now_s)
         if event.num_cached and len(self._tokens) - event.num_cached <= self._layout.block_size:
             self.path = Path.HOME
             return self._admit(now_s)  # one short step here is cheaper than asking anybody
@@ -246,8 +198,14 @@ class GenerateCall:
         )
         return [AskPrefill(body.prefill, prefill)]
 
+    def _ask_handover(self, now_s: float) -> list[Command]:
+        body = self._body
+        assert body.source is not None
+        self._move(State.TAKING, now_s)
+        return [AskHandover(body.source, Handover(body.request, body.attempt - 1, self._layout))]
+
     def _blocks_ready(self, event: BlocksReady) -> list[Command]:
-        if self.state is not State.PREFILLING or not self._blocks:
+        if self.state not in (State.PREFILLING, State.TAKING) or not self._blocks:
             return []  # every block is announced before the first token
         wanted = [
             (index, ref)
@@ -255,7 +213,7 @@ class GenerateCall:
             if index < len(self._landed) and not self._landed[index]
         ]
         if not wanted:
-            return []
+            return self._stop_source()
         # Cached blocks are a prefix, so what is wanted of one announcement is one run.
         first = wanted[0][0]
         self._pulling += 1
@@ -280,20 +238,36 @@ class GenerateCall:
         if self.state is State.SETTLING:
             return self._leave_settling(now_s) if not self._pulling else []
         if event.error is not None:
-            return self._fall_back(now_s)
-        return self._start_if_complete(now_s)
+            return self._lost(event.error, now_s)
+        return self._stop_source() if self.state is State.TAKING else self._start_if_complete(now_s)
 
     def _start_if_complete(self, now_s: float) -> list[Command]:
         if self.state is not State.PULLING or self._pulling or not all(self._landed):
             return []
         return [ClosePrefill(done=True), *self._admit(now_s, num_computed=len(self._tokens) - 1)]
 
-    def _prefill_ended(self, now_s: float) -> list[Command]:
-        if self.state not in _WITH_PREFILL:
+    def _stop_source(self) -> list[Command]:
+        """Rule 8: everything that was announced is here."""
+        if self.state is not State.TAKING or self._has_stopped_source:
             return []
-        return self._fall_back(now_s)
+        self._has_stopped_source = True
+        return [StopSource()]
 
-    def _fall_back(self, now_s: float) -> list[Command]:
+    def _handed_over(self, event: HandedOver, now_s: float) -> list[Command]:
+        if self.state is not State.TAKING:
+            return []
+        if event.tokens[: len(self._tokens)] != self._tokens:
+            return self._end(now_s, InternalError("the node that handed over runs another request"))
+        self._tokens = list(event.tokens)
+        return [ClosePrefill(done=True), *self._admit(now_s)]
+
+    def _lost(self, error: BatonError | None, now_s: float) -> list[Command]:
+        """The other node of our call, or a read from it, failed: rule 4, or rule 8."""
+        if self.state not in _WITH_CALL:
+            return []
+        if self.state is State.TAKING:
+            why = f": {error.message}" if error else ""
+            return self._end(now_s, UnavailableError(f"the handover failed{why}"))
         self.path = Path.FALLBACK
         return self._let_go(State.DECODING, now_s)
 
@@ -315,7 +289,9 @@ class GenerateCall:
     def _emit(
         self, tokens: list[int], finish: FinishReason | None = None, phases: dict[str, float] | None = None
     ) -> Emit:
-        return Emit(Tokens(tokens, finish, self.num_cached, phases, self.path))
+        start = None if self._has_emitted else len(self._tokens) - len(tokens)
+        self._has_emitted = True
+        return Emit(Tokens(tokens, finish, self.num_cached, phases, self.path, start))
 
     def _end(self, now_s: float, error: BatonError | None = None) -> list[Command]:
         self._end_error = WireError.of(error) if error else None
@@ -326,7 +302,7 @@ class GenerateCall:
 
     def _let_go(self, towards: State, now_s: float) -> list[Command]:
         """Close the prefill call, settle the reads, then go on `towards` (rule 3)."""
-        commands: list[Command] = [ClosePrefill(done=False)] if self.state in _WITH_PREFILL else []
+        commands: list[Command] = [ClosePrefill(done=False)] if self.state in _WITH_CALL else []
         self._after_settling = towards
         if not self._pulling:
             return commands + self._leave_settling(now_s)

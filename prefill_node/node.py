@@ -1,38 +1,39 @@
 """The prefill node's shell: one handler, thin around `role.PrefillCall`."""
 
 import asyncio
-import secrets
 from collections.abc import Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any, assert_never
 
 from common.config import NodeConfig
-from common.engine.events import Admit, Failed, Release, Reserved
+from common.engine.events import Admit, Announced, Failed, Release, Reserved
 from common.engine.request import Progress
 from common.errors import BatonError, IncompatibleError
+from common.kv_cache.grants import new_secret
 from common.messages import BlocksReady, Prefill, Pulled, Role
 from common.model.runner import load_runner
 from common.node import NodeHost, keep_for_good, new_incarnation
 from common.rpc.base import IncomingCall, Network
+from kv_transfer.base import TransferSettings
 from kv_transfer.choose import serve_all
 from kv_transfer.layout import mismatch
-from prefill_node.role import Cancelled, Command, Emit, EndCall, Event, PrefillCall
-
-_SECRET_BYTES = 16
+from prefill_node.role import Cancelled, Command, Emit, EndCall, Event, Evicted, PrefillCall
 
 
 def serve(config: NodeConfig, network: Network) -> Coroutine[Any, Any, None]:
-    """Load the model, then serve until cancelled. Loading happens before there is a loop: it takes seconds."""
+    """Load the model, then serve until drained or cancelled. Loading comes before there is a loop: it takes seconds."""
     runner, memory = load_runner(config.model, config.engine, new_incarnation())
     keep_for_good()
-    host = NodeHost(config, Role.PREFILL, runner=runner, memory=memory, network=network, serve_blocks=serve_all)
+    serve_blocks = partial(serve_all, settings=TransferSettings.of(config.links))
+    host = NodeHost(config, Role.PREFILL, runner=runner, memory=memory, network=network, serve_blocks=serve_blocks)
 
-    async def until_cancelled() -> None:
+    async def until_drained() -> None:
         async with host:
             await PrefillNode(host).join()
-            await asyncio.Event().wait()
+            await host.until_drained()
 
-    return until_cancelled()
+    return until_drained()
 
 
 class PrefillNode:
@@ -58,7 +59,9 @@ class PrefillNode:
             stops_after_first=True,
         )
         host.check_queue(body.origin.priority)
-        await _PrefillShell(host, call, body).run()
+        shell = _PrefillShell(host, call, body)
+        with host.draining.admitted(shell):
+            await shell.run()
 
 
 class _PrefillShell:
@@ -69,7 +72,7 @@ class _PrefillShell:
         self._call = call
         self._id = host.engine_id()
         self._request = body.request
-        self._secret = secrets.token_bytes(_SECRET_BYTES)
+        self._secret = new_secret()
         self._role = PrefillCall(
             body, id=self._id, incarnation=host.incarnation, secret=self._secret, now_s=host.clock.now_s()
         )
@@ -88,8 +91,14 @@ class _PrefillShell:
                 with suppress(asyncio.CancelledError):
                     await receiver
 
-    def _on_engine(self, event: Reserved | Progress | Failed) -> None:
-        assert not isinstance(event, Reserved), "a prefill call reserves nothing"
+    def leave(self) -> None:
+        """What runs is finished: its reader takes the blocks, or leaves them at the drain's timeout."""
+
+    def evict(self) -> None:
+        self._feed(Evicted())
+
+    def _on_engine(self, event: Reserved | Progress | Failed | Announced) -> None:
+        assert isinstance(event, Progress | Failed), "a prefill call reserves nothing and runs nothing to take over"
         self._feed(event)
 
     async def _receive(self) -> None:

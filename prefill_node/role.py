@@ -16,7 +16,7 @@ from enum import StrEnum
 
 from common.engine.events import Admit, Failed, Release
 from common.engine.request import EngineRequest, Progress
-from common.errors import InternalError, InvalidTransition
+from common.errors import InternalError, InvalidTransition, MovedError
 from common.messages import BlocksReady, Incarnation, Prefill, PrefillDone, Pulled, RequestId, WireError
 
 
@@ -32,6 +32,11 @@ class Cancelled:
 
 
 @dataclass(frozen=True, slots=True)
+class Evicted:
+    """The node is being drained and the time for that is over."""
+
+
+@dataclass(frozen=True, slots=True)
 class Emit:
     item: BlocksReady | PrefillDone
 
@@ -41,7 +46,7 @@ class EndCall:
     error: WireError | None = None
 
 
-Event = Progress | Failed | Pulled | Cancelled
+Event = Progress | Failed | Pulled | Evicted | Cancelled
 Command = Admit | Release | Emit | EndCall
 
 _MOVES: dict[State, frozenset[State]] = {
@@ -85,6 +90,8 @@ class PrefillCall:
                 return self._end(now_s, WireError.of(InternalError(message)))
             case Pulled():
                 return self._end(now_s)
+            case Evicted():
+                return self._end(now_s, WireError.of(MovedError("the prefill node is being drained")))
             case Cancelled():
                 return self._end(now_s)
 

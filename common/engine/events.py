@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from common.engine.request import NOBODY, EngineRequest, Progress
-from common.messages import BlockHash, BlockId, HeldSequence, Origin, RequestId
+from common.messages import BlockHash, BlockId, BlockRef, HeldSequence, Origin, RequestId
 
 # --- shell to engine ---------------------------------------------------------------------------------
 
@@ -51,7 +51,14 @@ class Count:
     """Say what is held. Each is answered by one Counted, in order, by a broken engine too."""
 
 
-Command = Reserve | Admit | Release | Probe | Count
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Name the blocks of a running request that are full by now. Answer: Announced, with none if it does not run."""
+
+    request: RequestId
+
+
+Command = Reserve | Admit | Release | Probe | Count | Announce
 
 # --- engine to shell ---------------------------------------------------------------------------------
 
@@ -94,6 +101,14 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True)
+class Announced:
+    """The request's leading blocks whose KV is complete. They are its own still: it may give them up at any time."""
+
+    request: RequestId
+    refs: tuple[BlockRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Starved:
     """No running request can grow while leases hold the rest of the pool: give a reservation back.
 
@@ -108,7 +123,7 @@ class CacheChanged:
     changes: list[tuple[BlockHash, bool]]
 
 
-Event = Reserved | Counted | Stepped | Failed | Starved | CacheChanged
+Event = Reserved | Counted | Stepped | Failed | Starved | CacheChanged | Announced
 
 # --- read by the shell at any time --------------------------------------------------------------------
 

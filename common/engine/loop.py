@@ -23,6 +23,8 @@ from common.clock import Clock, SystemClock
 from common.config import EngineConfig
 from common.engine.events import (
     Admit,
+    Announce,
+    Announced,
     CacheChanged,
     Command,
     Count,
@@ -179,6 +181,8 @@ class Engine:
                 pass  # it has woken us
             case Count():
                 self._events.append(self._counted())
+            case Announce(request=id):
+                self._events.append(Announced(id, () if self._broken else self._scheduler.full_blocks(id)))
             case Release(request=id):
                 if not self._broken and self._scheduler.release(id):
                     self._said_starved = False

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from typing import assert_never
 
 from common import telemetry
-from common.engine.events import CacheChanged, Counted, Event, Failed, Reserved, Starved, Stepped
+from common.engine.events import Announced, CacheChanged, Counted, Event, Failed, Reserved, Starved, Stepped
 from common.engine.request import Progress
 from common.messages import BlockHash, RequestId
 
 log = telemetry.logger(__name__)
 
-Listener = Callable[[Reserved | Progress | Failed], None]
+Listener = Callable[[Reserved | Progress | Failed | Announced], None]
 
 
 class EnginePort:
@@ -65,7 +65,7 @@ class EnginePort:
                 case Stepped(progress=progress):
                     for one in progress:
                         self._tell(one)
-                case Reserved() | Failed():
+                case Reserved() | Failed() | Announced():
                     self._tell(event)
                 case Counted():
                     count = self._counts.popleft()
@@ -78,7 +78,7 @@ class EnginePort:
                 case _:
                     assert_never(event)
 
-    def _tell(self, event: Reserved | Progress | Failed) -> None:
+    def _tell(self, event: Reserved | Progress | Failed | Announced) -> None:
         listener = self._listeners.get(event.request)
         if listener is None:
             return  # released while the step ran

@@ -40,7 +40,7 @@ from common.engine.roster import Roster
 from common.errors import ContextLengthError, InvalidTransition, RequestError
 from common.kv_cache.block_pool import BlockPool
 from common.kv_cache.prefix_cache import cached_prefix, extend_hashes
-from common.messages import BlockHash, BlockId, Origin, RequestId
+from common.messages import BlockHash, BlockId, BlockRef, Origin, RequestId
 
 _FIRST_STEP_BLOCKS = 8
 """A prompt's first chunk while nothing is known of the model's speed."""
@@ -102,11 +102,16 @@ class Scheduler:
         """Everything that has anything here: requests, leases, queued reservations."""
         return [*self._roster.requests, *self._leases.ids]
 
+    def full_blocks(self, id: RequestId) -> tuple[BlockRef, ...]:
+        """The blocks of a running request that no step writes to any more; none if it does not run."""
+        request = self._roster.requests.get(id)
+        blocks = request.blocks[: request.num_computed // self._block_size] if request is not None else ()
+        return tuple(self._pool.ref(block) for block in blocks)
+
     def held(self) -> Iterator[tuple[str, RequestId, list[BlockId]]]:
         """Everything that has blocks here or waits for them: what it is, its id, its block table."""
-        roster = self._roster
-        waiting = roster.waiting.values()
-        for kind, requests in (("running", roster.running), ("ready", roster.ready), ("waiting", waiting)):
+        (running, ready), waiting = (self._roster.running, self._roster.ready), self._roster.waiting.values()
+        for kind, requests in (("running", running), ("ready", ready), ("waiting", waiting)):
             yield from ((kind, request.id, request.blocks) for request in requests)
         yield from self._leases.held()
 
@@ -392,5 +397,4 @@ class Scheduler:
         for request in held:
             assert request.num_computed < len(request.tokens)
             assert self._blocks_for(request.num_computed) <= len(request.blocks)
-        requests = self._roster.requests.values()
-        assert self.num_uncomputed_tokens == sum(request.num_uncomputed for request in requests)
+        assert self.num_uncomputed_tokens == sum(one.num_uncomputed for one in self._roster.requests.values())

@@ -5,9 +5,16 @@ out under a secret that was granted for it, at this generation, and was not revo
 pool is served, and even which blocks it holds, opens nothing.
 """
 
+import secrets
 from collections.abc import Sequence
 
 from common.messages import BlockId, BlockRef, Generation, RequestId
+
+_SECRET_BYTES = 16
+
+
+def new_secret() -> bytes:
+    return secrets.token_bytes(_SECRET_BYTES)
 
 
 class Grants:
