@@ -19,6 +19,9 @@ _BOLD, _DIM, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
 def main(
     url: Annotated[str, typer.Option(metavar="URL", envvar="BATON_URL", help="The gateway.")] = DEFAULT_URL,
+    api_key: Annotated[
+        str, typer.Option(metavar="KEY", envvar="BATON_API_KEY", help="Where the gateway wants one.")
+    ] = "",
     model: Annotated[str, typer.Option(help="The model's name. [default: the first one served]")] = "",
     message: Annotated[str, typer.Option("--message", "-m", help="Ask this, print the answer and leave.")] = "",
     system: Annotated[str, typer.Option(help="A system prompt.")] = "",
@@ -34,7 +37,7 @@ def main(
         "temperature": _number(temperature, float, "--temperature"),
         "seed": _number(seed, int, "--seed"),
     }
-    api = ChatApi(url)
+    api = ChatApi(url, api_key)
     messages = [{"role": "system", "content": system}] if system else []
     try:
         chat = Conversation(api, model or api.first_model(), messages, options)

@@ -20,11 +20,14 @@ class ApiError(BatonError):
 class ChatApi:
     """One connection a request: closing it is how an answer is stopped."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, api_key: str = "") -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--url {url!r}: expected a URL such as http://127.0.0.1:8000")
         self._url = url
+        self._headers = {"content-type": "application/json"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
         self._connection_class = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._host, self._port = parts.hostname, parts.port
         self._root = parts.path.rstrip("/").removesuffix("/v1")
@@ -60,7 +63,7 @@ class ChatApi:
     ) -> http.client.HTTPResponse:
         payload = None if body is None else json.dumps(body).encode()
         try:
-            connection.request(method, self._root + path, payload, {"content-type": "application/json"})
+            connection.request(method, self._root + path, payload, self._headers)
             answer = connection.getresponse()
             if answer.status == 200:
                 return answer

@@ -22,6 +22,7 @@ class FakeGateway(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Answer)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.asked: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
         self.events: list[str] = [delta("Hel"), delta("lo"), "[DONE]"]
         self.models: list[str] = ["tiny"]
         self.refusal: tuple[int, str] | None = None
@@ -32,11 +33,13 @@ class _Answer(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
+        self.server.keys.append(self.headers["authorization"])
         self._send(200, json.dumps({"data": [{"id": model} for model in self.server.models]}))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.asked.append(body)
+        self.server.keys.append(self.headers["authorization"])
         if self.server.refusal is not None:
             self._send(*self.server.refusal)
             return
@@ -162,6 +165,12 @@ def test_an_answer_that_breaks_off_is_no_answer(gateway: FakeGateway, events: li
     assert next(texts) == "Hel"
     with pytest.raises(ApiError, match=message):
         next(texts)
+
+
+def test_a_key_goes_with_every_request(gateway: FakeGateway) -> None:
+    chat.main(url=gateway.url, message="hi", api_key="sk-baton-x")
+    chat.main(url=gateway.url, message="hi")
+    assert gateway.keys == ["Bearer sk-baton-x"] * 2 + [None] * 2
 
 
 def test_a_gateway_without_models_is_told(gateway: FakeGateway) -> None:
