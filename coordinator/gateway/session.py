@@ -47,17 +47,7 @@ from common.errors import (
     TransferError,
     UnavailableError,
 )
-from common.messages import (
-    FinishReason,
-    Generate,
-    Incarnation,
-    NodeAddress,
-    Origin,
-    RequestId,
-    Route,
-    Routed,
-    Sampling,
-)
+from common.messages import FinishReason, Generate, Incarnation, NodeAddress, Origin, RequestId, Route, Routed, Sampling
 from coordinator.gateway.session_events import (
     AskRoute,
     AttemptEnded,
@@ -89,7 +79,6 @@ ASK_AGAIN_S = 1.0
 """A parked request asks again after this long if the refusal does not say when."""
 _SHORTEST_WAIT_S = 0.05
 
-
 _MOVES: dict[SessionStatus, tuple[SessionStatus, ...]] = {
     SessionStatus.PREPARING: (SessionStatus.ROUTING, SessionStatus.ENDED),
     SessionStatus.ROUTING: (SessionStatus.WAITING, SessionStatus.ROUTING, SessionStatus.PARKED, SessionStatus.ENDED),
@@ -115,9 +104,10 @@ class Session:
     stream_patience_s: float = 60.0
     exclusion_s: float = 2.0
     prefix: bytes = b""
-    origin: Origin = field(default_factory=Origin)
-    first_token_s: float | None = None  # how long the client waits for it
     """Names of the prompt's full blocks, as in `Route.prefix`."""
+    origin: Origin = field(default_factory=Origin)
+    first_token_s: float | None = None
+    """How long the client waits for it."""
     status: SessionStatus = SessionStatus.PREPARING
     outcome: Outcome | None = None
     delivered: list[int] = field(default_factory=list)
@@ -239,14 +229,8 @@ class Session:
         return [AskRoute(self.attempt, self._route(*self.excluded))]
 
     def _route(self, *exclude: Incarnation) -> Route:
-        return Route(
-            self.model,
-            self.num_tokens,
-            exclude,
-            self.origin,
-            self.prefix,
-            None if self.delivered else self.first_token_s,
-        )
+        first_token_s = None if self.delivered else self.first_token_s
+        return Route(self.model, self.num_tokens, exclude, self.origin, self.prefix, first_token_s)
 
     def _generate(self, attempt: int, routed: Routed, *, source: NodeAddress | None) -> Generate:
         return Generate(
