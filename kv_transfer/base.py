@@ -8,17 +8,36 @@ the call may not read (any more), fails the whole read (`StaleBlockError`) and i
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+from common.config import LinkConfig
+from common.keys import Trust
 from common.kv_cache.memory import PoolMemory
 from common.messages import BlockId, BlockRef, HeldConnection, Incarnation, Offer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferSettings:
+    """`trust` says whom a server may let in. A read that makes no progress for `stall_timeout_s` gives its owner up."""
+
+    trust: Trust = Trust()  # noqa: RUF009 - frozen
+    stall_timeout_s: float = 4.0
+
+    @classmethod
+    def of(cls, links: LinkConfig) -> "TransferSettings":
+        """ConfigError if the keys that the settings name cannot be used."""
+        return cls(trust=Trust.of(links), stall_timeout_s=links.lost_after_s)
 
 
 class BlockServer(Protocol):
     """The owner's side. Runs on the event loop that started it; never blocks it for long."""
 
     async def start(self) -> Offer:
-        """Bind and return where readers reach it. TransferError if this transport cannot run here."""
+        """Bind and return where readers reach it. TransferError if this transport cannot run here.
+
+        ConfigError if it would bind where strangers come by and nothing keeps them out (`Trust.check_bind`).
+        """
         ...
 
     def connections(self) -> list[HeldConnection]:
@@ -56,7 +75,7 @@ class BlockReader(Protocol):
 
 
 class Transport(Protocol):
-    """A way to move blocks. Constructed without arguments; holds nothing."""
+    """A way to move blocks. Constructed from `TransferSettings`; holds nothing."""
 
     name: str
 

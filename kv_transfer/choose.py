@@ -10,14 +10,14 @@ from common.errors import ConfigError, TransferError
 from common.kv_cache.memory import PoolMemory
 from common.messages import Incarnation, Offer
 from common.registry import load
-from kv_transfer.base import TRANSPORTS, BlockReader, BlockServer, Transport
+from kv_transfer.base import TRANSPORTS, BlockReader, BlockServer, TransferSettings, Transport
 from kv_transfer.ucx import has_rdma_or_cuda, offers_rdma_or_cuda
 
 AUTO = "auto"
 
 
 async def serve_all(
-    pool: PoolMemory, wanted: str, *, listen_host: str = "127.0.0.1"
+    pool: PoolMemory, wanted: str, *, listen_host: str = "127.0.0.1", settings: TransferSettings | None = None
 ) -> list[tuple[Offer, BlockServer]]:
     """Start the servers that can run here and return them with their offers; the caller closes each.
 
@@ -31,7 +31,7 @@ async def serve_all(
     failures: list[str] = []
     try:
         for name in names:
-            transport: Transport = load(TRANSPORTS, name, kind="transport")()
+            transport: Transport = load(TRANSPORTS, name, kind="transport")(settings)
             server = transport.serve(pool, listen_host=address)
             try:
                 started.append((await server.start(), server))
@@ -60,7 +60,12 @@ async def _address(listen_host: str) -> str:
 
 
 async def connect(
-    offers: Sequence[Offer], *, owner: Incarnation, pool: PoolMemory, wanted: str
+    offers: Sequence[Offer],
+    *,
+    owner: Incarnation,
+    pool: PoolMemory,
+    wanted: str,
+    settings: TransferSettings | None = None,
 ) -> tuple[str, BlockReader]:
     """The name of the transport and an open reader over it; the caller closes it.
 
@@ -68,7 +73,7 @@ async def connect(
     """
     tried: list[str] = []
     for offer in in_order(offers, wanted):
-        transport: Transport = load(TRANSPORTS, offer.transport, kind="transport")()
+        transport: Transport = load(TRANSPORTS, offer.transport, kind="transport")(settings)
         reader = transport.reader(offer, owner=owner, pool=pool)
         try:
             await reader.open()

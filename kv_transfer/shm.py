@@ -13,12 +13,16 @@ host could look into each other's memory anyway.
 
 from common.kv_cache.memory import PoolMemory
 from common.messages import Incarnation, Offer
+from kv_transfer.base import TransferSettings
 from kv_transfer.shm_owner import ShmServer
 from kv_transfer.shm_reader import ShmReader
 
 
 class ShmTransport:
     name = "shm"
+
+    def __init__(self, settings: TransferSettings | None = None) -> None:
+        """Nothing can be set: no stranger reaches it, and a reader waits for nobody once it has mapped the pool."""
 
     def serve(self, pool: PoolMemory, *, listen_host: str = "127.0.0.1") -> "ShmServer":
         return ShmServer(pool)

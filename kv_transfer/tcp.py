@@ -14,11 +14,14 @@ How it works. One DEALER (reader) and one ROUTER (owner) per pair of processes; 
 6. Death of either side is its TCP connection closing, which ZeroMQ reports through a monitor; nothing is
    reconnected. A reader whose reads make no progress for `stall_timeout_s` gives the owner up.
 
-There is no encryption and no authentication beyond knowing the incarnation: for a trusted network.
+With keys (`common.keys`) connections are encrypted and both ends show that they are of one cluster. Without, the
+secret of the call is all that keeps strangers out, and whoever sees the wire can read it: for the loopback, or a
+network where everybody is trusted.
 """
 
 from common.kv_cache.memory import PoolMemory
 from common.messages import Incarnation, Offer
+from kv_transfer.base import TransferSettings
 from kv_transfer.tcp_owner import TcpServer
 from kv_transfer.tcp_reader import TcpReader
 
@@ -26,11 +29,11 @@ from kv_transfer.tcp_reader import TcpReader
 class TcpTransport:
     name = "tcp"
 
-    def __init__(self, *, stall_timeout_s: float = 4.0) -> None:
-        self._stall_timeout_s = stall_timeout_s
+    def __init__(self, settings: TransferSettings | None = None) -> None:
+        self._settings = settings or TransferSettings()
 
     def serve(self, pool: PoolMemory, *, listen_host: str = "127.0.0.1") -> TcpServer:
-        return TcpServer(pool, listen_host=listen_host)
+        return TcpServer(pool, listen_host=listen_host, trust=self._settings.trust)
 
     def reader(self, offer: Offer, *, owner: Incarnation, pool: PoolMemory) -> TcpReader:
-        return TcpReader(offer, owner=owner, pool=pool, stall_timeout_s=self._stall_timeout_s)
+        return TcpReader(offer, owner=owner, pool=pool, settings=self._settings)

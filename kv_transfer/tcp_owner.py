@@ -10,6 +10,7 @@ import msgspec
 import zmq
 
 from common.errors import BatonError, TransferError
+from common.keys import Trust
 from common.kv_cache.memory import PoolMemory
 from common.messages import BlockRef, HeldConnection, Incarnation, Offer, WireError
 from kv_transfer import tcp_wire as wire
@@ -64,8 +65,9 @@ class _Reader:
 
 
 class TcpServer:
-    def __init__(self, pool: PoolMemory, *, listen_host: str) -> None:
+    def __init__(self, pool: PoolMemory, *, listen_host: str, trust: Trust) -> None:
         self._pool = pool
+        self._trust = trust
         self._listen_host = listen_host
         self._readers: dict[bytes, _Reader] = {}
         self._socket: wire.LoopSocket | None = None
@@ -77,11 +79,16 @@ class TcpServer:
 
     async def start(self) -> Offer:
         self._loop = asyncio.get_running_loop()
+        self._trust.check_bind(wire.any_port(self._listen_host))
         # Blocks are looked at one by one, so their bytes must be one run each.
         if not self._pool.blocks.flags.c_contiguous:
             raise TransferError("tcp: the pool is not contiguous")
         self._socket = wire.LoopSocket(
-            zmq.ROUTER, max_message_bytes=wire.MAX_CONTROL_BYTES, on_message=self._hear, on_gone=self._reader_gone
+            zmq.ROUTER,
+            keys=self._trust.keys,
+            max_message_bytes=wire.MAX_CONTROL_BYTES,
+            on_message=self._hear,
+            on_gone=self._reader_gone,
         )
         router = self._socket.socket
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -243,7 +250,7 @@ class TcpServer:
         reader.sending.clear()
         reader.arriving.clear()
 
-    def _reader_gone(self) -> None:
+    def _reader_gone(self, _: str | None) -> None:
         """Some connection ended. ZeroMQ does not say whose, so ask for each; again a little later, for it may
         not have put the connection away yet."""
         self._ask_for_all()

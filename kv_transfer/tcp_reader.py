@@ -14,6 +14,7 @@ from common.errors import BatonError, PeerLostError, StaleBlockError, TransferEr
 from common.kv_cache.memory import PoolMemory
 from common.messages import BlockId, BlockRef, Incarnation, Offer
 from kv_transfer import tcp_wire as wire
+from kv_transfer.base import TransferSettings
 from kv_transfer.blocks import check_destination, check_layout, check_source, settled
 from kv_transfer.shared import COPY_THREAD
 from kv_transfer.stall import StallWatch
@@ -52,11 +53,12 @@ class _Landing:
 
 
 class TcpReader:
-    def __init__(self, offer: Offer, *, owner: Incarnation, pool: PoolMemory, stall_timeout_s: float) -> None:
+    def __init__(self, offer: Offer, *, owner: Incarnation, pool: PoolMemory, settings: TransferSettings) -> None:
         self._offer = offer
         self._owner = owner
         self._pool = pool
-        self._stall_timeout_s = stall_timeout_s
+        self._keys = settings.trust.keys
+        self._stall_timeout_s = settings.stall_timeout_s
         self._num_blocks = 0
         self._socket: wire.LoopSocket | None = None
         self._pulls: dict[int, _Pull] = {}
@@ -75,6 +77,7 @@ class TcpReader:
         self._copier = COPY_THREAD.borrow()
         self._socket = wire.LoopSocket(
             zmq.DEALER,
+            keys=self._keys,
             max_message_bytes=wire.CHUNK_BYTES + wire.MAX_CONTROL_BYTES,
             on_message=self._hear,
             on_gone=self._owner_gone,
@@ -234,8 +237,8 @@ class TcpReader:
 
     # --- losing --------------------------------------------------------------------------------------
 
-    def _owner_gone(self) -> None:
-        self._lose(PeerLostError(f"tcp: the owner at {self._offer.address} is gone"))
+    def _owner_gone(self, refusal: str | None = None) -> None:
+        self._lose(PeerLostError(f"tcp: the owner at {self._offer.address} {refusal or 'is gone'}"))
 
     def _lose(self, error: BatonError) -> None:
         """Every read ends with `error`, and so will those to come."""

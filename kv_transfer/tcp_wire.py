@@ -6,9 +6,12 @@ from typing import Annotated
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
+from zmq.utils.monitor import parse_monitor_message
 
+from common.keys import Keys
 from common.messages import BlockRef, Incarnation, KVLayout, WireError
+from common.rpc.curve import REFUSALS, Doorkeeper, as_dialler, as_listener, log_stranger, refused_us
+from common.rpc.sockets import monitor_of
 from kv_transfer.shared import Shared
 
 VERSION = 2
@@ -89,40 +92,44 @@ reader_decoder = msgspec.msgpack.Decoder(ReaderHears)
 Bytes = bytes | memoryview
 
 _CONTEXT: Shared[zmq.Context[zmq.Socket[bytes]]] = Shared(zmq.Context, lambda context: context.term())
-_GONE = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-)
+_GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | REFUSALS
 
 
 class LoopSocket:
     """A plain ZeroMQ socket read by the running loop: no polling, no queue of ours, nothing kept at its end.
 
     `on_message` gets the frames of each message; `on_gone` is called when a connection has ended, after
-    everything that came through it.
+    everything that came through it, with the reason if a listener refused us. A ROUTER is a listener.
     """
 
     def __init__(
         self,
         kind: int,
         *,
+        keys: Keys | None,
         max_message_bytes: int,
         on_message: Callable[[list[zmq.Frame]], None],
-        on_gone: Callable[[], None],
+        on_gone: Callable[[str | None], None],
     ) -> None:
         self._on_message = on_message
         self._on_gone = on_gone
         self._loop = asyncio.get_running_loop()
         self._drain_due: asyncio.Handle | None = None
-        self.socket = _CONTEXT.borrow().socket(kind)
+        self._listens = kind == zmq.ROUTER
+        self._doorkeeper: Doorkeeper | None = None
+        if keys is not None and self._listens:  # a context has one doorkeeper
+            self._context = zmq.Context()
+            self._doorkeeper = Doorkeeper(self._context, keys)
+        else:
+            self._context = _CONTEXT.borrow()
+        self.socket = self._context.socket(kind)
+        (as_listener if self._listens else as_dialler)(self.socket, keys)
         self.socket.set_hwm(0)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, 2_000)
-        self._monitor = self.socket.get_monitor_socket(_GONE)
+        self._monitor = monitor_of(self.socket, self._context, _GONE)
         self._loop.add_reader(self.socket.FD, self.drain)
         self._loop.add_reader(self._monitor.FD, self._drain_monitor)
         self._drain_monitor()  # its descriptor says nothing until it was once found empty
@@ -152,16 +159,21 @@ class LoopSocket:
             self._on_message(frames)
 
     def _drain_monitor(self) -> None:
-        gone = False
+        gone, refusal = False, None
         while not self.closed:
             try:
-                recv_monitor_message(self._monitor, zmq.DONTWAIT)
+                news = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))
             except zmq.Again:
                 break
             gone = True
+            event, value = int(news["event"]), int(news["value"])
+            if not self._listens:
+                refusal = refusal or refused_us(event, value)
+            elif event & REFUSALS:
+                log_stranger(event, value)
         if gone and not self.closed:
             self.drain()
-            self._on_gone()
+            self._on_gone(refusal)
 
     def close(self) -> None:
         if self.closed:
@@ -170,10 +182,14 @@ class LoopSocket:
             self._drain_due.cancel()
         self._loop.remove_reader(self.socket.FD)
         self._loop.remove_reader(self._monitor.FD)
-        self.socket.disable_monitor()
+        self.socket.monitor(None, 0)
         self._monitor.close(linger=0)
         self.socket.close(linger=0)
-        _CONTEXT.give_back()
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
+            self._context.term()
+        else:
+            _CONTEXT.give_back()
 
 
 def any_port(host: str) -> str:

@@ -11,7 +11,8 @@ until UCX has let go of every buffer.
 A frozen peer looks alive to UCX, so reads that make no progress for `stall_timeout_s` give it up.
 
 The wheel `ucxx-cu12` brings a UCX without RDMA. `UCX_*` environment variables override the settings made here.
-Traffic is not encrypted, and UCX's own ports are open to everybody who can reach them: for a trusted network.
+Traffic is not encrypted, keys or no keys, and UCX's own ports are open to everybody who can reach them: what keeps a
+stranger from the blocks is the call's secret, and from that who sees no wire. For a network of its own.
 """
 
 import functools
@@ -22,7 +23,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from common.kv_cache.memory import PoolMemory
 from common.messages import Incarnation, Offer
-from kv_transfer.base import BlockReader, BlockServer
+from kv_transfer.base import BlockReader, BlockServer, TransferSettings
 
 _FAST = re.compile(r"^(rc|ud|dc)_|^cuda_|^gdr_copy")
 
@@ -53,8 +54,8 @@ def offers_rdma_or_cuda(offer: Offer) -> bool:
 class UcxTransport:
     name = "ucx"
 
-    def __init__(self, *, stall_timeout_s: float = 4.0) -> None:
-        self._stall_timeout_s = stall_timeout_s
+    def __init__(self, settings: TransferSettings | None = None) -> None:
+        self._settings = settings or TransferSettings()
 
     def serve(self, pool: PoolMemory, *, listen_host: str = "127.0.0.1") -> BlockServer:
         from kv_transfer.ucx_owner import UcxServer
@@ -62,11 +63,11 @@ class UcxTransport:
         return UcxServer(
             pool,
             listen_host=listen_host,
-            stall_timeout_s=self._stall_timeout_s,
+            settings=self._settings,
             has_rdma_or_cuda=has_rdma_or_cuda(),
         )
 
     def reader(self, offer: Offer, *, owner: Incarnation, pool: PoolMemory) -> BlockReader:
         from kv_transfer.ucx_reader import UcxReader
 
-        return UcxReader(offer, owner=owner, pool=pool, stall_timeout_s=self._stall_timeout_s)
+        return UcxReader(offer, owner=owner, pool=pool, stall_timeout_s=self._settings.stall_timeout_s)

@@ -12,6 +12,7 @@ from common.errors import BatonError, PeerLostError, TransferError
 from common.kv_cache.memory import PoolMemory
 from common.messages import HeldConnection, Incarnation, Offer, WireError
 from kv_transfer import ucx_wire as wire
+from kv_transfer.base import TransferSettings
 from kv_transfer.blocks import check_generations, check_readable, check_source
 from kv_transfer.stall import StallWatch
 from kv_transfer.ucx_engine import ENGINE
@@ -23,10 +24,13 @@ _FILLER = np.zeros(1, np.uint8)
 
 
 class UcxServer:
-    def __init__(self, pool: PoolMemory, *, listen_host: str, stall_timeout_s: float, has_rdma_or_cuda: bool) -> None:
+    def __init__(
+        self, pool: PoolMemory, *, listen_host: str, settings: TransferSettings, has_rdma_or_cuda: bool
+    ) -> None:
         self._pool = pool
         self._listen_host = listen_host
-        self._stall_timeout_s = stall_timeout_s
+        self._trust = settings.trust
+        self._stall_timeout_s = settings.stall_timeout_s
         self._fast = has_rdma_or_cuda
         self._secret = secrets.token_hex(16)
         self._listener: Any = None
@@ -34,6 +38,8 @@ class UcxServer:
 
     async def start(self) -> Offer:
         host = self._listen_host
+        address = f"[{host}]" if ":" in host else host
+        self._trust.check_bind(f"tcp://{address}:*")
         ucxx = await ENGINE.borrow(host)
         try:
             self._listener = ucxx.create_listener(self._connected, connect_timeout=_HELLO_TIMEOUT_S)
@@ -41,7 +47,6 @@ class UcxServer:
             await ENGINE.give_back()
             raise TransferError(f"ucx: cannot listen ({error})") from error
         query = urlencode({"secret": self._secret, "fast": int(self._fast)})
-        address = f"[{host}]" if ":" in host else host
         return Offer(transport="ucx", address=f"ucx://{address}:{self._listener.port}?{query}")
 
     def connections(self) -> list[HeldConnection]:

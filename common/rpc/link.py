@@ -26,7 +26,7 @@ from common.rpc.client import ClientEndpoint
 from common.rpc.curve import REFUSALS, Doorkeeper, as_dialler, as_listener, log_stranger, refused_us
 from common.rpc.endpoint import MAX_MESSAGE_BYTES, Ticker, WireEvents
 from common.rpc.server import ServerEndpoint
-from common.rpc.sockets import SocketReader
+from common.rpc.sockets import SocketReader, monitor_of
 
 _MAX_SOCKETS = 65_536  # a link takes three; libzmq's own limit of 1,023 would be a few hundred links
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | REFUSALS
@@ -44,7 +44,7 @@ class DealerWire:
         self._sock.setsockopt(zmq.RECONNECT_IVL, -1)
         as_dialler(self._sock, network.trust.keys)
         self._reader = SocketReader(self._sock, self._received)
-        self._monitor = SocketReader(_monitor_of(self._sock, context, _GONE), self._watched)
+        self._monitor = SocketReader(monitor_of(self._sock, context, _GONE), self._watched)
         try:
             self._sock.connect(address)
         except zmq.ZMQError as error:
@@ -107,7 +107,7 @@ class RouterListener:
             raise _bind_error(address, error) from error
         self._address = self._sock.getsockopt_string(zmq.LAST_ENDPOINT)
         self._reader = SocketReader(self._sock, self._received)
-        self._monitor = SocketReader(_monitor_of(self._sock, context, REFUSALS), self._refused)
+        self._monitor = SocketReader(monitor_of(self._sock, context, REFUSALS), self._refused)
 
     @property
     def address(self) -> str:
@@ -249,17 +249,6 @@ class ZmqNetwork:
         ticker = self._clients.pop(client, None)
         if ticker is not None:
             ticker.stop()
-
-
-def _monitor_of(
-    sock: "zmq.Socket[bytes]", context: "zmq.Context[zmq.Socket[bytes]]", events: int
-) -> "zmq.Socket[bytes]":
-    watch = f"inproc://watch-{id(sock)}"
-    sock.monitor(watch, events)
-    monitor = context.socket(zmq.PAIR)
-    monitor.setsockopt(zmq.RCVHWM, 0)  # at a mark ZeroMQ's own thread would wait for us
-    monitor.connect(watch)
-    return monitor
 
 
 def _refuse_taken_path(address: str) -> None:

@@ -1,4 +1,4 @@
-"""A plain ZeroMQ socket read by the running loop."""
+"""Plain ZeroMQ sockets, read by the running loop."""
 
 import asyncio
 from collections.abc import Callable
@@ -47,3 +47,15 @@ class SocketReader:
     def _turn(self) -> None:
         if not self.drain(_MESSAGES_A_TURN):
             self._loop.call_soon(self._turn)
+
+
+def monitor_of(
+    sock: "zmq.Socket[bytes]", context: "zmq.Context[zmq.Socket[bytes]]", events: int
+) -> "zmq.Socket[bytes]":
+    """Hears of `events` of `sock`, for `parse_monitor_message`. Say `sock.monitor(None, 0)` before you close it."""
+    watch = f"inproc://watch-{id(sock)}"
+    sock.monitor(watch, events)
+    monitor = context.socket(zmq.PAIR)
+    monitor.setsockopt(zmq.RCVHWM, 0)  # at a mark ZeroMQ's own thread would wait for us
+    monitor.connect(watch)
+    return monitor

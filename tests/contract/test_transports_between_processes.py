@@ -18,7 +18,7 @@ from common.errors import PeerLostError
 from common.kv_cache.memory import PoolMemory
 from common.messages import Incarnation, KVLayout, LayerKV, Offer
 from kv_transfer import ucx
-from kv_transfer.base import BlockReader
+from kv_transfer.base import BlockReader, TransferSettings
 from tests.pools import MAKE, SECRET, ids, made, own_pool, refs
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -78,7 +78,7 @@ def owner(request: pytest.FixtureRequest) -> Iterator[Owner]:
 
 def reader_of(owner: Owner, pool: PoolMemory, **settings: float) -> BlockReader:
     make: Any = MAKE[owner.offer.transport]
-    reader: BlockReader = make(**settings).reader(owner.offer, owner=owner.incarnation, pool=pool)
+    reader: BlockReader = make(TransferSettings(**settings)).reader(owner.offer, owner=owner.incarnation, pool=pool)
     return reader
 
 
