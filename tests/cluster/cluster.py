@@ -132,10 +132,12 @@ class Cluster:
         self.coordinator = Coordinator(clock=self.clock, patience=Patience())
         self.coordinator_incarnation = await self._run(self.coordinator, COORDINATOR)
 
-    async def second_coordinator(self) -> None:
+    async def second_coordinator(self) -> Coordinator:
         """One more beside the first, for nodes that are started from now on."""
         self.coordinators.append("tcp://coordinator:7071")
-        await self._run(Coordinator(clock=self.clock, patience=Patience()), self.coordinators[-1])
+        coordinator = Coordinator(clock=self.clock, patience=Patience())
+        await self._run(coordinator, self.coordinators[-1])
+        return coordinator
 
     async def _run(self, coordinator: Coordinator, address: str) -> Incarnation:
         server = await coordinator.listen(address, self.network)

@@ -28,6 +28,12 @@ def test_a_burst_spreads_before_any_report_comes(cluster: Cluster) -> None:
     assert [cluster.decode_of_route() for _ in range(6)] == ["decode-0", "decode-1", "decode-2"] * 2
 
 
+def test_a_burst_spreads_by_requests_and_not_by_room(cluster: Cluster) -> None:
+    cluster.register(0, make_card("decode-0", num_blocks=1000))
+    cluster.register(1, make_card("decode-1", num_blocks=100))
+    assert [cluster.decode_of_route() for _ in range(4)] == ["decode-0", "decode-1"] * 2
+
+
 def test_a_report_takes_the_place_of_what_was_routed_before_it(cluster: Cluster) -> None:
     cluster.register(0, make_card("decode-0"))
     cluster.register(1, make_card("decode-1"))
