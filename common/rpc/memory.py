@@ -135,6 +135,10 @@ class MemoryNetwork:
         if self._ticker is not None:
             self._ticker.stop()
 
+    def listens(self, address: str) -> bool:
+        """Whether a process that lives is to be called there."""
+        return address in self._listeners
+
     # --- faults -------------------------------------------------------------------------------------------
 
     def set_faults(self, faults: Faults, *between: Incarnation) -> None:

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from common.clock import SystemClock, new_id
 from common.config import EngineConfig, ModelConfig, NodeConfig
 from common.engine.request import StepPlan
+from common.errors import UnavailableError
 from common.kv_cache.memory import PoolMemory, allocate
 from common.messages import Incarnation, NodeAddress, NodeId, NodeLoad, NodeState, Offer, Role, Sampling
 from common.model.fake import FakeRunner, fake_layout, fake_oracle
 from common.node import NodeHost, new_incarnation
 from common.rpc.call import LinkTimes
 from common.rpc.memory import MemoryNetwork
+from coordinator.auditor import Auditor
 from coordinator.core.record import Patience
 from coordinator.server import Coordinator
 from decode_node.node import DecodeNode
@@ -99,6 +101,7 @@ class Cluster:
         self.nodes: dict[str, Node] = {}
         self.faults = Faults()
         self._transport = FaultyTransport(MemoryTransport(), self.faults)
+        self._servers: dict[Incarnation, BlockServer] = {}
         self._life = AsyncExitStack()
 
     async def __aenter__(self) -> "Cluster":
@@ -195,8 +198,11 @@ class Cluster:
         await node.life.aclose()
 
     async def kill(self, name: str) -> None:
-        """As kill -9: its links break at once; what is left of it in this process is then cleared away."""
-        self.network.kill(self.nodes[name].incarnation)
+        """As kill -9: its links break at once, its pool cannot be reached any more; what is left of it in this process
+        is then cleared away."""
+        incarnation = self.nodes[name].incarnation
+        self.network.kill(incarnation)
+        await self._servers.pop(incarnation).close()
         await self.stop(name)
 
     # --- requests --------------------------------------------------------------------------------------------
@@ -221,13 +227,27 @@ class Cluster:
             while not holds():
                 await _a_moment()
 
-    async def is_empty(self) -> None:
-        """The leak check: within two seconds no live node holds a call, a request, a lease or a block."""
+    async def is_empty(self, *, within_s: float = 2.0) -> None:
+        """The leak check: an audit of every process that lives soon finds that nothing is held at all."""
+        give_up_s = self.clock.now_s() + within_s
+        while left := await self.audit():
+            if self.clock.now_s() > give_up_s:
+                raise AssertionError("left behind: " + "; ".join(left))
+            await _a_moment()
+
+    async def audit(self) -> list[str]:
+        """What is amiss in a cluster that should be idle, in words."""
+        coordinators = [address for address in self.coordinators if self.network.listens(address)]
+        auditor = Auditor(self.network, coordinators, answer_s=TIMES.connect_timeout_s / 2, clock=self.clock)
         try:
-            await self.until(lambda: all(node.is_empty() for node in self.nodes.values()), within_s=2.0)
-        except TimeoutError:
-            left = {name: node.load for name, node in self.nodes.items() if not node.is_empty()}
-            raise AssertionError(f"left behind: {left}") from None
+            look = await auditor.look()
+        except UnavailableError as error:
+            return [f"no coordinator: {error.message}"]
+        answered = [one.incarnation for one in look.holdings]
+        found = [f"{one.process}: {one.count} {one.thing} {one.wrong}" for one in auditor.check(look, idle=True)]
+        return found + [
+            f"{name} is in no view" for name, node in self.nodes.items() if node.incarnation not in answered
+        ]
 
     # --- plumbing ----------------------------------------------------------------------------------------------
 
@@ -238,7 +258,7 @@ class Cluster:
     async def _serve_blocks(
         self, pool: PoolMemory, wanted: str, *, listen_host: str
     ) -> list[tuple[Offer, BlockServer]]:
-        server = self._transport.serve(pool, listen_host=listen_host)
+        server = self._servers[pool.incarnation] = self._transport.serve(pool, listen_host=listen_host)
         return [(await server.start(), server)]
 
     async def _open_reader(self, owner: NodeAddress, memory: PoolMemory) -> tuple[str, BlockReader]:
