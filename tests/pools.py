@@ -4,12 +4,14 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import zmq
 
 from common.clock import new_id
+from common.keys import KeyPair, Keys, Trust
 from common.kv_cache.memory import PoolMemory, allocate
 from common.messages import BlockId, BlockRef, Generation, Incarnation, KVLayout, LayerKV, RequestId
 from kv_transfer import ucx
-from kv_transfer.base import Transport
+from kv_transfer.base import TransferSettings, Transport
 from kv_transfer.memory import MemoryTransport
 from kv_transfer.shm import ShmTransport
 from kv_transfer.tcp import TcpTransport
@@ -23,10 +25,14 @@ GENERATION = Generation(7)
 SECRET = b"one open call's"
 """Opens every block of an `owned_pool`."""
 
+WITH_KEYS = TransferSettings(
+    trust=Trust(keys=Keys(server=KeyPair(*zmq.curve_keypair()), client=KeyPair(*zmq.curve_keypair())))
+)
 MAKE: dict[str, Callable[[], Transport]] = {
     "memory": MemoryTransport,
     "shm": ShmTransport,
     "tcp": TcpTransport,
+    "tcp and keys": lambda: TcpTransport(WITH_KEYS),
     "ucx": UcxTransport,
 }
 

@@ -1,9 +1,12 @@
 """What comes to a server's door uninvited: it loses its own connection at most; a good reader never notices."""
 
 import asyncio
+import errno
 import socket
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -12,14 +15,16 @@ import pytest
 import zmq
 
 from common.clock import new_id
-from common.errors import TransferError
+from common.errors import ConfigError, TransferError
+from common.keys import KeyPair, Keys, Trust
 from common.kv_cache.memory import PoolMemory, allocate
 from common.messages import BlockId, BlockRef, Generation, Incarnation, KVLayout, LayerKV, Offer, RequestId
-from kv_transfer import tcp_owner, tcp_wire, ucx
-from kv_transfer.base import Transport
+from kv_transfer import shm_owner, shm_wire, tcp_owner, tcp_wire, ucx
+from kv_transfer.base import TransferSettings, Transport
 from kv_transfer.shm import ShmTransport
 from kv_transfer.tcp import TcpTransport
 from kv_transfer.ucx import UcxTransport
+from tests.pools import WITH_KEYS
 
 LAYOUT = KVLayout(block_size=16, dtype="float32", itemsize=4, layers=(LayerKV(2, 64, 64),) * 4)
 SECRET = b"one open call's"
@@ -80,6 +85,41 @@ async def test_shm_hangs_up_on_who_says_nothing(source: PoolMemory, monkeypatch:
             stranger.setblocking(False)
             stranger.connect("\0" + offer.address)
             assert await hear(stranger) == b""
+
+
+@pytest.mark.parametrize("words", [[shm_wire.Ask(SECRET)], ["Hello", "Hello"], ["Hello", shm_wire.Ask(b"guess"), b"x"]])
+async def test_shm_hangs_up_on_who_asks_out_of_turn(source: PoolMemory, words: list[object]) -> None:
+    async with serving(ShmTransport(), source) as offer:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            stranger.setblocking(False)
+            stranger.connect("\0" + offer.address)
+            for word in words:
+                hello = shm_wire.Hello(source.incarnation)
+                stranger.send(word if isinstance(word, bytes) else shm_wire.encode(hello if word == "Hello" else word))
+            while answer := await hear(stranger):
+                assert b"Grant" not in answer
+
+
+async def test_shm_rests_when_descriptors_run_out_and_then_lets_readers_in_again(
+    source: PoolMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_failed = 0
+
+    class Exhausted(socket.socket):
+        def accept(self) -> Any:
+            nonlocal num_failed
+            if num_failed < 3:
+                num_failed += 1
+                raise OSError(errno.EMFILE, "too many open files")
+            return super().accept()
+
+    monkeypatch.setattr(shm_owner, "_REST_S", 0.02)
+    monkeypatch.setattr(shm_owner.socket, "socket", Exhausted)
+    began_s = time.monotonic()
+    async with serving(ShmTransport(), source):
+        pass  # its good reader waits in line meanwhile
+    assert num_failed == 3
+    assert time.monotonic() - began_s >= 3 * 0.02
 
 
 # --- tcp ---------------------------------------------------------------------------------------------
@@ -197,6 +237,36 @@ async def test_tcp_sends_no_more_than_the_window_to_a_reader_that_gives_no_credi
         answers.append(await stranger.answer())
     chunks = [answer for answer in answers if isinstance(answer, tcp_wire.Chunk)]
     assert len(chunks) == tcp_wire.WINDOW_BYTES // tcp_wire.CHUNK_BYTES
+
+
+@pytest.mark.parametrize("who", ["no keys", "other keys", "no allowed key"])
+async def test_tcp_with_keys_lets_no_stranger_in(source: PoolMemory, who: str) -> None:
+    keys = WITH_KEYS.trust.keys
+    assert keys is not None
+    others = KeyPair(*zmq.curve_keypair())
+    trust = {
+        "no keys": Trust(),
+        "other keys": Trust(keys=Keys(server=others, client=others)),
+        "no allowed key": Trust(keys=Keys(server=keys.server, client=others)),
+    }[who]
+    async with serving(TcpTransport(WITH_KEYS), source) as offer:
+        stranger = TcpTransport(TransferSettings(trust=trust)).reader(offer, owner=source.incarnation, pool=source)
+        with pytest.raises(TransferError, match=r"tcp: the owner at .* refused: .*keys"):
+            await stranger.open()
+
+
+@pytest.mark.parametrize("transport", [TcpTransport, UcxTransport])
+async def test_beyond_this_host_blocks_are_served_with_keys_or_a_word_only(
+    source: PoolMemory, transport: type[TcpTransport | UcxTransport]
+) -> None:
+    if transport is UcxTransport and ucx.available() is not None:
+        pytest.skip(str(ucx.available()))
+    for host in ("192.0.2.1", "2001:db8::1"):  # nobody's, so nothing is ever bound there
+        with pytest.raises(ConfigError, match=r"--keys FOLDER; or say --open-network"):
+            await transport().serve(source, listen_host=host).start()
+    for trust in (WITH_KEYS.trust, Trust(open_network=True)):
+        with pytest.raises(TransferError, match="cannot listen"):
+            await TcpTransport(TransferSettings(trust=trust)).serve(source, listen_host="192.0.2.1").start()
 
 
 async def test_tcp_forgets_a_reader_whose_connection_ends(source: PoolMemory) -> None:

@@ -24,7 +24,7 @@ from tests.pools import GENERATION, HUGE, LARGE, MAKE, NUM_BLOCKS, SECRET, SMALL
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-CHECKED_EACH_TIME = ["memory", "tcp", "ucx"]
+CHECKED_EACH_TIME = ["memory", "tcp", "tcp and keys", "ucx"]
 """Transports whose owner looks at the secret of every read; see `kv_transfer.shm` for the other one."""
 
 
