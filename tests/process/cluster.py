@@ -46,7 +46,7 @@ class BatonUp:
         try:
             self.url = (await self.line(r"Ready after .*: (http://\S+)", within_s=READY_WITHIN_S))[1]
             self.curl = (await self.line(r"^(curl .*)"))[1]
-            status = await self.line(r"baton status(?: --coordinator (\S+))?$")
+            status = await self.line(r"baton status(?: --coordinator (\S+))?(?: --keys \S+)?$")
             self.coordinator = status[1] or CoordinatorConfig().listen
         except BaseException:
             await self._end(signal.SIGKILL)
