@@ -14,7 +14,7 @@ from common.kv_cache.memory import PoolMemory
 from common.messages import HeldConnection, Incarnation, Offer
 from kv_transfer import shm_wire as wire
 
-log = telemetry.logger(__name__)
+sparing = telemetry.Sparing(telemetry.logger(__name__))
 
 _HELLO_TIMEOUT_S = 2.0
 _MAX_READERS = 1024
@@ -84,7 +84,7 @@ class ShmServer:
     def _rest(self, error: OSError) -> None:
         """Who waits to be accepted keeps the listener readable: do not ask again before there may be room."""
         assert self._listener is not None
-        log.warning("no reader is let in for now", transport="shm", error=str(error), again_in_s=_REST_S)
+        sparing.warning("no reader is let in for now", transport="shm", error=str(error), again_in_s=_REST_S)
         self._loop.remove_reader(self._listener.fileno())
         self._resting = self._loop.call_later(_REST_S, self._resume)
 
