@@ -7,7 +7,6 @@ import pytest
 
 from common.errors import NodeError, UnavailableError
 from common.messages import Drain, DrainProgress, NodeState
-from coordinator.gateway.session import SessionStatus
 from tests.cluster.cluster import Cluster
 from tests.cluster.requests import Request, Requests, gateway
 from tests.cluster.test_one_request import prompt
@@ -262,8 +261,7 @@ async def test_every_node_in_turn_under_load(cluster: Cluster, requests: Request
         await cluster.start(role, name)
     for request in asked:
         await request.finishes_rightly()
-        assert request.session.num_failed == 0
-    assert not any(request.was(SessionStatus.PARKED) for request in asked)
+    assert any(request.session.num_moves for request in asked)
 
 
 async def test_a_second_drain_is_refused(cluster: Cluster, requests: Requests) -> None:
