@@ -15,7 +15,7 @@ _RED, _GREEN = "\x1b[31m", "\x1b[32m"
 def as_document(report: Report) -> dict[str, Any]:
     return {
         "clean": not report.findings,
-        "processes": [msgspec.to_builtins(holdings) for holdings in report.look.holdings],
+        "processes": [_whole(holdings) for holdings in report.look.holdings],
         "silent": [
             {"node": silent.member.node, "address": silent.member.address, "why": silent.why}
             for silent in report.look.silent
@@ -51,6 +51,13 @@ def as_text(report: Report, *, colours: bool) -> str:
     one = len(report.findings) == 1
     title = f"{len(report.findings)} {'thing has' if one else 'things have'} no live owner:"
     return "\n".join([*lines, paint(title, _RED, colours), paint(heading, BOLD, colours), *body])
+
+
+def _whole(held: Any) -> Any:
+    """With its empty lists and zeros, which messages leave out."""
+    if isinstance(held, msgspec.Struct):
+        return {name: _whole(getattr(held, name)) for name in held.__struct_fields__}
+    return [_whole(one) for one in held] if isinstance(held, tuple) else held
 
 
 def _row(held: Holdings) -> tuple[str, ...]:

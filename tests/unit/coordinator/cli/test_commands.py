@@ -42,6 +42,7 @@ def test_commands_that_must_answer_at_once_load_nothing_heavy() -> None:
         ("prefill-node", "--help"),
         ("decode-node", "--help"),
         ("status", "--coordinator", _NOBODY),
+        ("audit", "--coordinator", _NOBODY),
         ("keys", "--help"),
         ("chat", "--url", "http://127.0.0.1:1", "-m", "hello"),
     ]
@@ -90,6 +91,13 @@ def test_status_without_a_coordinator_says_so_and_exits_with_1() -> None:
     assert done.stdout == ""
     assert done.stderr.startswith(f"baton: no coordinator at {_NOBODY} (")
     assert "`baton up` starts a cluster" in done.stderr
+
+
+def test_audit_without_a_coordinator_says_so_and_exits_with_2() -> None:
+    done = baton("audit", "--coordinator", _NOBODY)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"baton: no coordinator at {_NOBODY} (")
 
 
 def test_status_says_what_is_wrong_with_its_own_flags() -> None:
