@@ -13,14 +13,18 @@ field with a default is compatible; anything else raises `WIRE_VERSION`.
 """
 
 from enum import StrEnum
-from typing import NewType
+from typing import Annotated, NewType
 
 import msgspec
+from msgspec import Meta
 
 from common.errors import BatonError, ErrorCode, from_wire
 
 WIRE_VERSION = 1
 CACHE_NAME_BYTES = 8
+MAX_NAME_CHARS = 255
+MAX_LINK_CALLS = 1 << 16
+"""More than anybody has open on one link: a Beat that lists more is answered by nobody."""
 
 NodeId = NewType("NodeId", str)
 """An operator's name for a node, e.g. "prefill-0": a label, it may come back in another incarnation."""
@@ -33,6 +37,11 @@ CallId = NewType("CallId", int)
 BlockId = NewType("BlockId", int)
 Generation = NewType("Generation", int)
 BlockHash = NewType("BlockHash", bytes)
+
+
+Name = Annotated[NodeId, Meta(max_length=MAX_NAME_CHARS)]
+"""What a process calls itself: it is kept, logged and told to everybody who watches."""
+Birth = Annotated[Incarnation, Meta(max_length=MAX_NAME_CHARS)]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -160,8 +169,8 @@ class NodeAddress(Part, frozen=True):
 class NodeCard(Part, frozen=True):
     """What a node is; fixed for one incarnation."""
 
-    node: NodeId
-    incarnation: Incarnation
+    node: Name
+    incarnation: Birth
     role: Role
     address: str
     model: str
@@ -223,8 +232,8 @@ class NodeView(Part, frozen=True):
 class GatewayCard(Part, frozen=True):
     """A gateway as it introduces itself with its Watch; fixed for one incarnation. `address` answers Audit."""
 
-    node: NodeId
-    incarnation: Incarnation
+    node: Name
+    incarnation: Birth
     address: str
     url: str
     model: str = ""
@@ -489,8 +498,8 @@ class Hello(Message, frozen=True):
     """First on every link. `to` pins the incarnation meant; empty means whoever answers there."""
 
     version: int
-    node: NodeId
-    incarnation: Incarnation
+    node: Name
+    incarnation: Birth
     to: Incarnation | None = None
 
 
@@ -556,7 +565,7 @@ class Beat(Message, frozen=True):
     lists is ended by the other.
     """
 
-    calls: dict[CallId, int] = {}
+    calls: Annotated[dict[CallId, int], Meta(max_length=MAX_LINK_CALLS)] = {}
 
 
 CallerFrame = Hello | Open | Send | Cancel | Beat

@@ -39,9 +39,6 @@ class Limits:
             raise IncompatibleError(f"the call is for model {model_digest}, this node serves {self.model_digest}")
         if not tokens or not 0 < num_prompt_tokens <= len(tokens):
             raise RequestError("the prompt must hold at least one token")
-        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
-            wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
-            raise RequestError(f"token id {wrong} is outside the vocabulary of {self.vocab_size}")
         if sampling.max_tokens < 1 or sampling.top_k < 0 or not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1):
             raise RequestError("sampling needs max_tokens >= 1, temperature >= 0, top_k >= 0 and 0 < top_p <= 1")
         if len(tokens) - num_prompt_tokens >= sampling.max_tokens:
@@ -51,6 +48,9 @@ class Limits:
                 f"the prompt has {len(tokens)} tokens; this model takes at most {self.max_model_len - 1} "
                 f"(context of {self.max_model_len}, one left for the answer)"
             )
+        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
+            wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
+            raise RequestError(f"token id {wrong} is outside the vocabulary of {self.vocab_size}")
         longest = len(tokens) + 1
         if not stops_after_first:
             longest = min(num_prompt_tokens + sampling.max_tokens, self.max_model_len)

@@ -17,8 +17,8 @@ from common.clock import Clock
 from common.errors import BatonError
 from common.messages import Audit, CalleeFrame, CallerFrame, HeldCall, Incarnation, RequestBody, WireError, encode
 
-MAX_MESSAGE_BYTES = 64 << 20
-"""Larger wire messages are neither sent nor taken."""
+MAX_MESSAGE_BYTES = 16 << 20
+"""Larger wire messages are neither sent nor taken. Three million tokens; decoded, it may take ten times as much."""
 
 log = telemetry.logger(__name__)
 _sparing = telemetry.Sparing(log)

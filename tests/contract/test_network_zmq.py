@@ -19,7 +19,10 @@ from common.errors import (
     PeerLostError,
 )
 from common.messages import (
+    MAX_LINK_CALLS,
+    MAX_NAME_CHARS,
     WIRE_VERSION,
+    Beat,
     CallId,
     End,
     Hello,
@@ -62,6 +65,8 @@ BAD_MESSAGES = {
     "the other direction": [encode([End(CallId(1), 0)])],
     "too large": [b"\x00" * (MAX_MESSAGE_BYTES + 1)],
     "several parts": [b"one", b"two"],
+    "an endless name": [encode([Hello(WIRE_VERSION, NodeId("n" * (MAX_NAME_CHARS + 1)), Incarnation("0"))])],
+    "more calls than a link has": [encode([Beat({CallId(number): 0 for number in range(MAX_LINK_CALLS + 1)})])],
 }
 
 

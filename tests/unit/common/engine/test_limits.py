@@ -1,9 +1,10 @@
+from collections.abc import Iterator
 from math import nan
 
 import pytest
 
 from common.engine.limits import Limits, QueueBounds
-from common.errors import OverloadedError, RequestError
+from common.errors import ContextLengthError, OverloadedError, RequestError
 from common.messages import Priority, Sampling
 
 LIMITS = Limits(model_digest="m", max_model_len=64, vocab_size=10, num_blocks=4, block_size=16)
@@ -23,6 +24,20 @@ LIMITS = Limits(model_digest="m", max_model_len=64, vocab_size=10, num_blocks=4,
 def test_sampling_that_cannot_draw_is_refused(sampling: Sampling) -> None:
     with pytest.raises(RequestError, match="sampling needs"):
         LIMITS.check(model_digest="m", tokens=[1], num_prompt_tokens=1, sampling=sampling)
+
+
+class Unread(list[int]):
+    """Tokens that must not be looked at one by one."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("looked at")
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_its_tokens_are_looked_at() -> None:
+    """There may be millions of them, and the loop has others to serve."""
+    tokens = Unread([99] * LIMITS.max_model_len)
+    with pytest.raises(ContextLengthError):
+        LIMITS.check(model_digest="m", tokens=tokens, num_prompt_tokens=1, sampling=Sampling(max_tokens=99, seed=1))
 
 
 BOUNDS = QueueBounds(max_waiting=10, max_waiting_tokens=1000)
