@@ -55,9 +55,10 @@ class Brake:
             raise RuntimeError(self.fail)
 
     def hold_after(self, num_steps: int) -> None:
-        """Let the engine finish so many more steps, then hold it in the next one."""
+        """Let the engine finish so many more steps, then hold it in the next one; also one that is held already."""
         with self._changed:
             self._hold_after = len(self.plans) + num_steps
+            self._changed.notify_all()
 
     def release(self) -> None:
         with self._changed:
