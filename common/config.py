@@ -125,6 +125,9 @@ class GatewayConfig:
     first_token_s: Annotated[
         float, AtLeastZero, Meta(description="Refuse what would wait longer for its first token; 0 never.")
     ] = 0.0
+    drain_s: Annotated[
+        float, AtLeastZero, Meta(description="Told to end, requests in flight get this long to finish.")
+    ] = 3.0
     max_attempts: Annotated[int, AtLeastOne, Meta(description="Nodes tried before a request fails.")] = 4
     patience_s: Annotated[
         float, AtLeastZero, Meta(description="How long a request waits for a node when there is none.")

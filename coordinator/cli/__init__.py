@@ -25,6 +25,7 @@ COMMANDS = {
     "up": LazyCommand("coordinator.cli.up:main", "Start a whole cluster on this host."),
     "status": LazyCommand("coordinator.cli.status:main", "Show nodes, their states, pairs and load."),
     "audit": LazyCommand("coordinator.cli.audit:main", "Prove that nothing is left behind anywhere."),
+    "drain": LazyCommand("coordinator.cli.drain:main", "Take nodes out of service without losing a request."),
     "chat": LazyCommand("coordinator.cli.chat:main", "Talk to the model in the terminal."),
     "coordinator": LazyCommand("coordinator.__main__:main", "Run a coordinator."),
     "gateway": LazyCommand("coordinator.gateway.__main__:main", "Run a gateway: the HTTP front."),

@@ -24,9 +24,6 @@ from coordinator.gateway.watch import ClusterWatch
 
 log = telemetry.logger(__name__)
 
-DRAIN_S = 3.0
-"""Requests in flight get this long to end when the gateway stops; then they are cancelled."""
-
 
 async def serve(
     config: GatewayConfig,
@@ -58,7 +55,11 @@ async def serve(
         server = await network.serve(config.listen, {Audit: audit}, node=name, incarnation=incarnation)
         resources.push_async_callback(server.close)
         runner = GatewayRunner(
-            gateway.app(), access_log=None, handler_cancellation=True, shutdown_timeout=DRAIN_S, keepalive_timeout=75.0
+            gateway.app(),
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=config.drain_s,
+            keepalive_timeout=75.0,
         )
         await runner.setup()
         resources.push_async_callback(runner.cleanup)

@@ -1,0 +1,100 @@
+"""Nodes and processes taken away in turn under load: no request and no token is lost."""
+
+import asyncio
+import signal
+from collections.abc import Callable
+
+import aiohttp
+import pytest
+
+from tests.process.cluster import BATON, BatonUp
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+PROMPTS = [
+    f"{words} and then " * repeats for words in ("once upon a time", "the river", "a stone") for repeats in (1, 9)
+]
+NUM_TOKENS = 300
+WHOLE_WITHIN_S = 90.0
+
+
+async def drain(up: BatonUp, *flags: str) -> tuple[int, str]:
+    process = await asyncio.create_subprocess_exec(
+        *(BATON, "drain", "--coordinator", up.coordinator, *flags),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    async with asyncio.timeout(60):
+        output, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, output.decode()
+
+
+async def is_whole_again(up: BatonUp, *, after: int) -> None:
+    """`baton up` says, in a line after so many, that every process is there and ready."""
+    await up.line(r"whole again", within_s=WHOLE_WITHIN_S, after=after)
+
+
+class Load:
+    """Clients that ask on and on; every answer must be the one that an idle cluster gave."""
+
+    def __init__(self, up: BatonUp) -> None:
+        self._up = up
+        self._model = ""
+        self._oracle: dict[str, str] = {}
+        self.num_answers = 0
+
+    async def learn(self) -> None:
+        async with aiohttp.ClientSession() as http, http.get(f"{self._up.url}/v1/models") as models:
+            self._model = (await models.json())["data"][0]["id"]
+        for prompt in PROMPTS:
+            self._oracle[prompt] = await self._ask(prompt)
+
+    async def ask_on(self, prompt: str, until: asyncio.Event) -> None:
+        while not until.is_set():
+            try:
+                answer = await self._ask(prompt)
+            except aiohttp.ClientConnectorError:  # nobody took the request: a gateway that ends listens no more
+                await asyncio.sleep(0)
+                continue
+            assert answer == self._oracle[prompt]
+            self.num_answers += 1
+
+    async def _ask(self, prompt: str) -> str:
+        body = {"model": self._model, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+        url = f"{self._up.url}/v1/completions"
+        # A connection of its own: a kept one may be closed at any time.
+        async with aiohttp.ClientSession() as http, http.post(url, json=body) as answer:
+            document = await answer.json()
+            assert answer.status == 200, document
+            return str(document["choices"][0]["text"])
+
+
+async def test_every_process_in_turn_under_load(
+    baton_up: Callable[..., BatonUp], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_GATEWAY_DRAIN_S", "60")
+    async with baton_up("--prefill", "2", "--decode", "2") as up:
+        load, done = Load(up), asyncio.Event()
+        await load.learn()
+        clients = [asyncio.create_task(load.ask_on(prompt, done)) for prompt in PROMPTS]
+        for name in ("decode-0", "prefill-0", "decode-1", "prefill-1"):
+            num_lines = len(up.lines)
+            status, output = await drain(up, name, "--timeout", "30")
+            assert (status, output.splitlines()[-1]) == (0, f"{name}: drained")
+            await is_whole_again(up, after=num_lines)
+        for name in ("coordinator", "gateway"):
+            num_lines = len(up.lines)
+            up.children()[name].send_signal(signal.SIGTERM)
+            await is_whole_again(up, after=num_lines)
+        before = load.num_answers
+        await up.complete()
+        done.set()
+        await asyncio.gather(*clients)
+        assert load.num_answers > before >= len(PROMPTS)
+
+
+async def test_a_node_that_is_not_there_is_named(standing_pair: BatonUp) -> None:
+    status, output = await drain(standing_pair, "decode-7")
+    assert status == 1
+    assert "there is no node 'decode-7'; there is " in output
