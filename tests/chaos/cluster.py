@@ -174,7 +174,8 @@ class ChaosCluster:
 
     async def audit(self, *, within_s: float) -> tuple[int, str]:
         """`baton audit --idle`: its exit code and what it printed."""
-        command = (BATON, "audit", "--idle", "--wait", f"{within_s:g}", "--coordinator", self.coordinators[0])
+        named = [flag for address in self.coordinators for flag in ("--coordinator", address)]
+        command = (BATON, "audit", "--idle", "--wait", f"{within_s:g}", *named)
         process = await asyncio.create_subprocess_exec(
             *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "COLUMNS": "160"}
         )
