@@ -7,7 +7,19 @@ import pytest
 
 from common.config import CoordinatorConfig
 from common.errors import ModelNotFoundError, UnavailableError
-from common.messages import Incarnation, NodeId, NodeLoad, Register, Registered, Report, Route, Routed, View, Watch
+from common.messages import (
+    GatewayCard,
+    Incarnation,
+    NodeId,
+    NodeLoad,
+    Register,
+    Registered,
+    Report,
+    Route,
+    Routed,
+    View,
+    Watch,
+)
 from common.rpc.base import Client, OutgoingCall
 from common.rpc.memory import MemoryNetwork
 from coordinator.server import Coordinator
@@ -118,4 +130,23 @@ async def test_a_node_that_falls_silent_is_not_routed_to(room: Room) -> None:
         for _ in range(7):
             await room.wait(0.5)
         with pytest.raises(UnavailableError, match="1 stalled"):
+            await ask(room, Route("tiny", 10))
+
+
+async def test_a_gateway_is_in_view_while_its_watch_is_open(room: Room) -> None:
+    card = GatewayCard(NodeId("gateway"), Incarnation("gateway/1"), "tcp://gateway", "http://gateway")
+    gateway = room.client("gateway")
+    async with gateway.open(ADDRESS, Watch(card)) as watch:
+        await anext(aiter(watch))
+        assert room.coordinator.state.view() == View(gateways=(card,))
+    await gateway.close()
+    await room.wait()
+    assert room.coordinator.state.view() == View()
+
+
+async def test_a_node_that_says_it_drains_is_not_routed_to(room: Room) -> None:
+    async with registered(room, "decode-0") as (call, _):
+        call.send(Report(NodeLoad(free_blocks=100, is_draining=True)))
+        await room.wait()
+        with pytest.raises(UnavailableError, match="1 draining"):
             await ask(room, Route("tiny", 10))
