@@ -53,6 +53,7 @@ def as_listener(sock: "zmq.Socket[bytes]", keys: Keys | None) -> None:
         sock.setsockopt(zmq.CURVE_SERVER, 1)
         sock.setsockopt(zmq.CURVE_SECRETKEY, keys.server.secret)
         sock.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+        sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a Doorkeeper nobody comes in, instead of everybody
 
 
 def as_dialler(sock: "zmq.Socket[bytes]", keys: Keys | None) -> None:

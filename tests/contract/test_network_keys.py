@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import zmq
 
 from common.clock import new_id
 from common.errors import ConfigError, PeerLostError
@@ -85,6 +86,17 @@ async def test_knowing_the_servers_key_is_not_enough(bench: Bench, logged: list[
     forged = Trust(keys=Keys(server=replace(ours.server, secret=others.server.secret), client=others.client))
     await is_refused_and_logged(bench, forged, server.address, logged, "its key is not the cluster's")
     assert server.num_links == 0
+
+
+async def test_without_a_doorkeeper_nobody_is_let_in(bench: Bench) -> None:
+    """ZeroMQ's own default is the opposite."""
+    assert bench.trust.keys is not None
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as listener:
+        curve.as_listener(listener, bench.trust.keys)
+        port = listener.bind_to_random_port("tcp://127.0.0.1")
+        with pytest.raises(PeerLostError):
+            await bench.enter(f"tcp://127.0.0.1:{port}")
+        assert not listener.poll(0), "a word was let through"
 
 
 async def test_a_listener_without_keys_gets_no_word_from_a_process_that_has_some(

@@ -35,7 +35,7 @@ from common.messages import (
     decode_from_callee,
     encode,
 )
-from common.rpc.curve import as_dialler, as_listener
+from common.rpc.curve import Doorkeeper, as_dialler, as_listener
 from common.rpc.endpoint import MAX_MESSAGE_BYTES
 from tests.contract.network_bench import (
     ROUTE,
@@ -131,6 +131,7 @@ async def test_a_port_that_accepts_and_says_nothing_fails_after_the_connect_time
 async def test_malformed_bytes_from_a_server_cost_the_client_that_link_only(wild: Bench) -> None:
     server = await wild.serve(count_to_five)
     context = zmq.Context()
+    doorkeeper = Doorkeeper(context, wild.trust.keys) if wild.trust.keys else None
     raw = context.socket(zmq.ROUTER)
     as_listener(raw, wild.trust.keys)
     raw.bind("tcp://127.0.0.1:0")
@@ -143,6 +144,8 @@ async def test_malformed_bytes_from_a_server_cost_the_client_that_link_only(wild
         await wild.result(bad)
     assert await wild.result(ask(wild.client, server.address)) == [0, 1, 2, 3, 4]
     raw.close(linger=0)
+    if doorkeeper is not None:
+        doorkeeper.close()
     context.term()
 
 
