@@ -40,6 +40,9 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=4.0, help="seconds between faults, on average [default: 4]")
     parser.add_argument("--rest", type=float, default=30.0, help="a process lives at least this long [default: 30]")
     parser.add_argument("--model", default="demo", help="folder or name [default: demo]")
+    parser.add_argument(
+        "--kv", default="96MiB", help="KV pool of a node; small ones evict and pre-empt [default: 96MiB]"
+    )
     parser.add_argument("--clients", type=int, default=6, help="requests at once [default: 6]")
     parser.add_argument("--longest", type=int, default=300, help="words of the longest prompt [default: 300]")
     options = parser.parse_args()
@@ -74,7 +77,7 @@ class Chaos:
     async def run(self) -> report.Tally:
         options, tally = self._options, self._tally
         questions = traffic.questions(options.seed, longest=options.longest)
-        cluster = ChaosCluster(options.model, prefill=2, decode=2, log_dir=self._logs, on_event=self._say)
+        cluster = ChaosCluster(options.model, options.kv, prefill=2, decode=2, log_dir=self._logs, on_event=self._say)
         self._say("starting the cluster")
         async with cluster, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
             client = Client(http, cluster.url, "chaos", cluster.gateway_died_since)

@@ -16,6 +16,7 @@ from typing import Self
 
 from common.clock import new_id
 from common.config import CoordinatorConfig, EngineConfig, ModelConfig
+from common.fields import parse_size
 from common.messages import Incarnation, NodeId
 from common.rpc.link import ZmqNetwork
 from coordinator.launcher import ready
@@ -35,14 +36,21 @@ class ChaosCluster:
     """Use as an async context manager; inside, the cluster is whole. `on_event` is told what happens, in words."""
 
     def __init__(
-        self, model: str, *, prefill: int, decode: int, log_dir: Path, on_event: Callable[[str], None]
+        self,
+        model: str,
+        kv_cache_memory: str,
+        *,
+        prefill: int,
+        decode: int,
+        log_dir: Path,
+        on_event: Callable[[str], None],
     ) -> None:
         self._config = UpConfig(
             prefill=prefill,
             decode=decode,
             port=_free_port(),
             model=ModelConfig(model=model, served_name="chaos", threads=1),
-            engine=EngineConfig(kv_cache_memory=192 << 20),
+            engine=EngineConfig(kv_cache_memory=parse_size(kv_cache_memory)),
         )
         self._log_dir = log_dir
         self._on_event = on_event

@@ -16,6 +16,8 @@ import aiohttp
 
 LIMIT_S = 180.0
 """A request that has not ended by then hangs."""
+NUM_QUESTIONS = 36
+"""More prompts than a small pool's cache can hold, so that most of them are computed and travel."""
 REFUSALS = {429, 503, 504}
 _WORDS = ("river", "stone", "lantern", "winter", "bridge", "market", "garden", "letter", "copper", "violin", "harbour")
 
@@ -68,7 +70,7 @@ def questions(seed: int, *, longest: int) -> list[Question]:
         return " ".join(chance.choice(_WORDS) for _ in range(words))
 
     found = []
-    for number in range(24):
+    for number in range(NUM_QUESTIONS):
         words = (1, 6, 14, 40, longest // 3, longest)[number % 6]
         body: dict[str, Any] = {"max_tokens": (1, 8, 24, 60, 16, 96)[(number * 5 + number // 6) % 6]}
         if number % 3 == 2:
