@@ -134,7 +134,8 @@ class ServerLink:
                 assert task is not None
                 task.cancel()
             case Finish():
-                del self._calls[command.call]
+                # Its error's traceback holds the call: let go of the task, or the request stays until a collection.
+                self._calls.pop(command.call).task = None
                 log.debug("call ended", call=command.call, peer=self.core.caller, history=command.history)
             case Drop():
                 log.debug("link ended", peer=self.core.caller, why=command.error.message)

@@ -2,7 +2,9 @@
 test moves."""
 
 import asyncio
+import gc
 import time
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -161,6 +163,29 @@ async def test_the_far_sides_error_arrives_as_its_own_class(bench: Bench) -> Non
     with pytest.raises(OverloadedError, match="full") as caught:
         await bench.result(ask(bench.client, server.address))
     assert caught.value.retry_after_s == 2.5
+
+
+async def test_a_refused_request_is_forgotten_at_once(bench: Bench) -> None:
+    """It may be of any size, and the next collection far away."""
+    refusals: list[weakref.ref[OverloadedError]] = []
+
+    async def full(call: IncomingCall) -> None:
+        error = OverloadedError("full")
+        refusals.append(weakref.ref(error))
+        try:
+            raise error
+        finally:
+            del error
+
+    server = await bench.serve(full)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(OverloadedError):
+            await bench.result(ask(bench.client, server.address))
+        await bench.until(lambda: refusals[0]() is None)
+    finally:
+        gc.enable()
 
 
 async def test_a_bug_in_one_handler_is_logged_and_harms_no_other_call(
