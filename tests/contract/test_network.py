@@ -219,10 +219,11 @@ async def test_a_request_that_nobody_handles_is_refused(bench: Bench) -> None:
 
 async def test_a_deadline_ends_the_call_on_both_sides(bench: Bench) -> None:
     held = Held()
-    server = await bench.serve(held)
+    server = await bench.serve(held, count_to_five)
+    await leave(await bench.enter(server.address, ROUTE))  # connected, so that the deadline is the handler's
 
     async def talk() -> None:
-        async with bench.client.open(server.address, Watch(), timeout_s=0.15) as call:
+        async with bench.client.open(server.address, Watch(), timeout_s=0.4) as call:
             await drain(call)
 
     with pytest.raises(DeadlineError):
