@@ -1,7 +1,7 @@
 """A coordinator, a prefill and a decode node of the fake model in one process: quick enough for a thousand streams.
 
-`python tests/process/fake_nodes.py VOCAB_SIZE MAX_MODEL_LEN NUM_BLOCKS` prints the coordinator's endpoint when all
-serve, and ends when its stdin does. Links and blocks go over real sockets.
+`python tests/process/fake_nodes.py MODEL VOCAB_SIZE MAX_MODEL_LEN NUM_BLOCKS` prints the coordinator's endpoint when
+all serve, and ends when its stdin does. Links and blocks go over real sockets.
 """
 
 import asyncio
@@ -21,10 +21,8 @@ from kv_transfer.base import BlockReader
 from kv_transfer.choose import connect, serve_all
 from prefill_node.node import PrefillNode
 
-MODEL = "fake"
 
-
-async def main(vocab_size: int, max_model_len: int, num_blocks: int) -> None:
+async def main(model: str, vocab_size: int, max_model_len: int, num_blocks: int) -> None:
     async with AsyncExitStack() as life:
         coordinator = Coordinator()
         network = ZmqNetwork()
@@ -33,20 +31,26 @@ async def main(vocab_size: int, max_model_len: int, num_blocks: int) -> None:
         ticking = asyncio.create_task(coordinator.tick_forever())
         life.callback(ticking.cancel)
         for role in (Role.PREFILL, Role.DECODE):
-            await _start(role, server.address, life, vocab_size, max_model_len, num_blocks)
+            await _start(role, server.address, life, model, vocab_size, max_model_len, num_blocks)
         print(server.address, flush=True)
         await asyncio.to_thread(sys.stdin.read)
 
 
 async def _start(
-    role: Role, coordinator: str, life: AsyncExitStack, vocab_size: int, max_model_len: int, num_blocks: int
+    role: Role,
+    coordinator: str,
+    life: AsyncExitStack,
+    model: str,
+    vocab_size: int,
+    max_model_len: int,
+    num_blocks: int,
 ) -> None:
     memory = allocate(fake_layout(), num_blocks, new_incarnation())
     network = ZmqNetwork()
     life.push_async_callback(network.close)
     host = NodeHost(
         NodeConfig(
-            model=ModelConfig(model=MODEL),
+            model=ModelConfig(model=model),
             engine=EngineConfig(max_running=2000, max_waiting=4000, max_step_tokens=8192),
             name=role,
             coordinators=(coordinator,),
@@ -72,4 +76,4 @@ async def _start(
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*map(int, sys.argv[1:])))
+    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:])))

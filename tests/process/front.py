@@ -21,14 +21,20 @@ READY_WITHIN_S = 60.0
 
 
 class Front:
-    """`async with Front(tokenizer_folder, log=..., max_model_len=...)`: inside it answers at `url`.
-
-    `gateway` is the gateway's process.
-    """
+    """`async with Front(folder, log=...)`: inside it answers at `url`. `gateway` is the gateway's process."""
 
     def __init__(
-        self, folder: Path, *, log: Path, vocab_size: int = 320, max_model_len: int = 4096, num_blocks: int = 16_384
+        self,
+        folder: Path,
+        *,
+        log: Path,
+        model: str = "fake",
+        vocab_size: int = 320,
+        max_model_len: int = 4096,
+        num_blocks: int = 16_384,
     ) -> None:
+        """`folder` has the tokenizer; its vocabulary is the fake model's."""
+        self.model = model
         self._folder = folder
         self._log = log
         self._sizes = (str(vocab_size), str(max_model_len), str(num_blocks))
@@ -50,14 +56,14 @@ class Front:
         await self._life.aclose()
 
     async def _start(self) -> None:
-        nodes = await self._run(fake_nodes.__file__, *self._sizes, output=asyncio.subprocess.PIPE)
+        nodes = await self._run(fake_nodes.__file__, self.model, *self._sizes, output=asyncio.subprocess.PIPE)
         assert nodes.stdout is not None
         self.coordinator = (await nodes.stdout.readline()).decode().strip()
         assert re.fullmatch(r"tcp://127\.0\.0\.1:\d+", self.coordinator), self._log.read_text()
         port = _free_port()
         config = GatewayConfig(
             model=str(self._folder),
-            served_name=fake_nodes.MODEL,
+            served_name=self.model,
             port=port,
             coordinators=(self.coordinator,),
             patience_s=30.0,

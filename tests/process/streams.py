@@ -1,5 +1,6 @@
 """Streams of a running cluster, as a client reads them: their text, and nothing but their text."""
 
+import asyncio
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -38,9 +39,15 @@ def text_of(events: bytes) -> str:
     return "".join(pieces)
 
 
-async def read_stream(session: aiohttp.ClientSession, url: str, asked: Mapping[str, Any]) -> str:
+async def read_stream(
+    session: aiohttp.ClientSession, url: str, asked: Mapping[str, Any], *, begun: asyncio.Event | None = None
+) -> str:
+    """The text of a whole stream. `begun` is set when its first event is there."""
     async with session.post(f"{url}/v1/completions", json=asked) as answer:
-        events = await answer.read()
+        events = await answer.content.readany()
+        if begun is not None:
+            begun.set()
+        events += await answer.read()
         assert answer.status == 200, events
     return text_of(events)
 

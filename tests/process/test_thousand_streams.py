@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.fake_nodes import MODEL
 from tests.process.front import Front
 from tests.process.streams import body, nothing_is_held, text_of
 from tests.raw_http import connection, http
@@ -32,7 +31,7 @@ def enough_descriptors() -> None:
 async def read_whole(front: Front, number: int, *, max_tokens: int) -> None:
     """A stream read to its end. The first event of a long one comes while its last is far from being written."""
     async with connection(front.url) as (reader, writer):
-        writer.write(request(number, max_tokens))
+        writer.write(request(front, number, max_tokens))
         events = await reader.readuntil(b"\r\n\r\n")
         assert events.startswith(b"HTTP/1.1 200 "), events
         first = await reader.read(1 << 16)
@@ -52,14 +51,14 @@ def unchunked(payload: bytes) -> bytes:
     return b"".join(pieces)
 
 
-def request(number: int, max_tokens: int) -> bytes:
-    return http(body(MODEL, f"stream {number}", max_tokens=max_tokens))
+def request(front: Front, number: int, max_tokens: int) -> bytes:
+    return http(body(front.model, f"stream {number}", max_tokens=max_tokens))
 
 
 async def drop(front: Front, number: int, chance: random.Random, *, max_tokens: int) -> None:
     """A stream whose reader leaves: at once, in its request, while it waits, after some tokens."""
     async with connection(front.url) as (reader, writer):
-        asked = request(number, max_tokens)
+        asked = request(front, number, max_tokens)
         moment = chance.randrange(4)
         writer.write(asked[: chance.randrange(len(asked))] if moment == 1 else asked)
         await writer.drain()
