@@ -9,6 +9,8 @@ from common.messages import BlockId, BlockRef, Incarnation, Offer
 from kv_transfer.base import BlockReader, BlockServer, Transport
 from kv_transfer.blocks import settled
 
+_NONSENSE = 0xA5
+
 
 class Faults:
     """What goes wrong, for all readers of one `FaultyTransport`. Reads are counted from 1, in order of asking.
@@ -21,9 +23,9 @@ class Faults:
         self.fail_reads: set[int] = set()
         """These raise TransferError and move nothing."""
         self.stale_reads: set[int] = set()
-        """These move their bytes and then raise StaleBlockError."""
+        """These move what the blocks have become meanwhile and then raise StaleBlockError."""
         self.stubborn = False
-        """A held read that is cancelled stays held, as one whose bytes the hardware is already moving."""
+        """A held read that is cancelled stays held, and then writes nonsense: the hardware was already moving bytes."""
         self.num_reads = 0
         self.num_held = 0
         self.held = asyncio.Event()
@@ -92,13 +94,14 @@ class FaultyTransport:
         return self._inner.serve(pool, listen_host=listen_host)
 
     def reader(self, offer: Offer, *, owner: Incarnation, pool: PoolMemory) -> "FaultyReader":
-        return FaultyReader(self._inner.reader(offer, owner=owner, pool=pool), self._faults)
+        return FaultyReader(self._inner.reader(offer, owner=owner, pool=pool), self._faults, pool)
 
 
 class FaultyReader:
-    def __init__(self, inner: BlockReader, faults: Faults) -> None:
+    def __init__(self, inner: BlockReader, faults: Faults, pool: PoolMemory) -> None:
         self._inner = inner
         self._faults = faults
+        self._pool = pool
 
     async def open(self) -> None:
         self._faults.check_connection()
@@ -107,9 +110,23 @@ class FaultyReader:
     async def read(self, refs: Sequence[BlockRef], into: Sequence[BlockId], *, secret: bytes) -> None:
         self._faults.num_reads += 1
         number = self._faults.num_reads
-        await self._faults.before_read(number)
+        try:
+            await self._faults.before_read(number)
+        except asyncio.CancelledError:
+            if self._faults.stubborn:
+                self._scribble(into)
+            raise
         await self._inner.read(refs, into, secret=secret)
-        await self._faults.after_read(number)
+        try:
+            await self._faults.after_read(number)
+        except StaleBlockError:
+            self._scribble(into)
+            raise
+
+    def _scribble(self, into: Sequence[BlockId]) -> None:
+        """Bytes that nobody wanted: whoever computes with them gives another answer."""
+        for block in into:
+            self._pool.blocks[block] = _NONSENSE
 
     async def close(self) -> None:
         await self._inner.close()

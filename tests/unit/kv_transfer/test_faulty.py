@@ -74,7 +74,7 @@ async def test_a_held_read_moves_nothing_until_it_is_released(
 
 @pytest.mark.parametrize("stubborn", [False, True])
 async def test_a_cancelled_read_that_is_held_ends_at_once_unless_it_is_stubborn(
-    reader: BlockReader, faults: Faults, stubborn: bool
+    reader: BlockReader, faults: Faults, local: PoolMemory, stubborn: bool
 ) -> None:
     faults.hold()
     faults.stubborn = stubborn
@@ -84,9 +84,11 @@ async def test_a_cancelled_read_that_is_held_ends_at_once_unless_it_is_stubborn(
     for _ in range(5):
         await asyncio.sleep(0)
     assert read.done() is not stubborn
+    assert not local.blocks.any()
     faults.release()
     with pytest.raises(asyncio.CancelledError):
         await read
+    assert local.blocks[2].any() == stubborn, "its bytes land after all, and are nobody's"
 
 
 async def test_a_dropped_connection_ends_held_reads_and_those_to_come(reader: BlockReader, faults: Faults) -> None:
