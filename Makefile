@@ -11,7 +11,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help up test test-all lint format bench chaos clean
+.PHONY: help up test test-all lint format bench chaos simulate-faults clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -49,6 +49,10 @@ format: $(VENV)/.dev
 # A real cluster, hurt at random for three minutes; ARGS="--seconds 3600 --seed 7" for another.
 chaos: $(VENV)/.dev
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+# 10,000 histories of a simulated cluster; ARGS="--count 500 --first-seed 20000", ARGS="--replay SEED" for one again.
+simulate-faults: $(VENV)/.dev
+	$(BIN)/python -m tests.simulation $(ARGS)
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m tests.benchmarks $(ARGS)

@@ -1,0 +1,230 @@
+"""Bugs put in on purpose, each a small patch of production code: the simulation must find every one of them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+
+from common.engine.events import Release
+from common.engine.leases import Leases
+from common.engine.request import EngineRequest, Progress
+from common.engine.scheduler import Scheduler
+from common.messages import Generate, ItemFrame
+from common.rpc.callee import CalleeLink
+from common.rpc.caller import CallerLink, DeliverItem
+from coordinator.gateway.session import Session
+from decode_node import role as decode_role
+from decode_node.readers import Readers
+from prefill_node import role as prefill_role
+
+Plant = Callable[[], AbstractContextManager[Any]]
+PLANTS: dict[str, Plant] = {}
+
+
+def plant(bug: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None]]:
+    PLANTS[bug.__name__] = contextmanager(bug)
+    return bug
+
+
+def _around(owner: Any, name: str, changed: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """`changed(original, ...)` in place of a method."""
+    original = getattr(owner, name)
+
+    def method(*args: Any, **more: Any) -> Any:
+        return changed(original, *args, **more)
+
+    return patch.object(owner, name, method)
+
+
+# --- ownership of blocks -------------------------------------------------------------------------------------
+
+
+@plant
+def a_cancelled_call_releases_nothing() -> Iterator[None]:
+    def leave(original: Any, self: Any, now_s: float) -> Any:
+        commands = original(self, now_s)
+        ended = self.state is decode_role.State.ENDED
+        return [one for one in commands if not (ended and isinstance(one, Release))]
+
+    with _around(decode_role.GenerateCall, "_leave_settling", leave):
+        yield
+
+
+@plant
+def prefill_frees_its_blocks_before_they_are_pulled() -> Iterator[None]:
+    def progressed(original: Any, self: Any, event: Progress, now_s: float) -> Any:
+        commands = original(self, event, now_s)
+        return [*commands, Release(self._id)] if event.stopped else commands
+
+    with _around(prefill_role.PrefillCall, "_progressed", progressed):
+        yield
+
+
+@plant
+def prefill_keeps_the_blocks_of_a_caller_that_left() -> Iterator[None]:
+    def handle(original: Any, self: Any, event: Any, *, now_s: float) -> Any:
+        commands = original(self, event, now_s=now_s)
+        if isinstance(event, prefill_role.Cancelled):
+            return [one for one in commands if not isinstance(one, Release)]
+        return commands
+
+    with _around(prefill_role.PrefillCall, "handle", handle):
+        yield
+
+
+@plant
+def blocks_are_offered_to_others_before_their_bytes_have_landed() -> Iterator[None]:
+    def hold(original: Any, self: Leases, request: Any, lease: Any) -> None:
+        original(self, request, lease)
+        for block, content in zip(lease.blocks, lease.hashes, strict=False):
+            self._pool.name(block, content)
+
+    with _around(Leases, "hold", hold):
+        yield
+
+
+@plant
+def a_reader_that_failed_is_used_again() -> Iterator[None]:
+    with patch.object(Readers, "_drop", lambda self, owner, opening: None):
+        yield
+
+
+# --- generations ---------------------------------------------------------------------------------------------
+
+
+# --- attempts and failover -----------------------------------------------------------------------------------
+
+
+def _opening(change: Callable[[Session, Generate], Generate]) -> AbstractContextManager[Any]:
+    return _around(
+        Session, "_generate", lambda original, self, *args, **more: change(self, original(self, *args, **more))
+    )
+
+
+@plant
+def failover_forgets_the_tokens_that_were_delivered() -> Iterator[None]:
+    """And no node says where its tokens start, which would give it away."""
+
+    def emit(original: Any, *args: Any, **more: Any) -> decode_role.Emit:
+        return decode_role.Emit(msgspec.structs.replace(original(*args, **more).item, start=None))
+
+    with (
+        _opening(lambda session, body: msgspec.structs.replace(body, tokens=list(session.prompt))),
+        _around(decode_role.GenerateCall, "_emit", emit),
+    ):
+        yield
+
+
+@plant
+def another_attempt_draws_with_another_seed() -> Iterator[None]:
+    def reseeded(session: Session, body: Generate) -> Generate:
+        seed = session.sampling.seed + session.attempt - 1
+        return msgspec.structs.replace(body, sampling=msgspec.structs.replace(body.sampling, seed=seed))
+
+    with _opening(reseeded):
+        yield
+
+
+@plant
+def a_failed_node_is_asked_again_at_once() -> Iterator[None]:
+    from coordinator.core import policy
+
+    def usable(original: Any, node: Any, route: Any) -> bool:
+        return bool(original(node, msgspec.structs.replace(route, exclude=())))
+
+    with _around(policy, "_usable", usable):
+        yield
+
+
+@plant
+def the_first_token_is_drawn_again_when_its_blocks_are_lost() -> Iterator[None]:
+    def lost(original: Any, self: Any, error: Any, now_s: float) -> Any:
+        if self.state is decode_role.State.PULLING:
+            self._tokens.pop()
+        return original(self, error, now_s)
+
+    with _around(decode_role.GenerateCall, "_lost", lost):
+        yield
+
+
+@plant
+def a_deadline_is_not_kept() -> Iterator[None]:
+    def late(original: Any, self: Session) -> None:
+        self.deadline_s += 30.0
+        original(self)
+
+    with _around(Session, "__post_init__", late):
+        yield
+
+
+# --- numbers on the wire -------------------------------------------------------------------------------------
+
+
+def _items(takes: Callable[[int, int], bool]) -> AbstractContextManager[Any]:
+    """The caller takes an item whose number is not the expected one, if `takes(number, expected)`."""
+
+    def came(original: Any, self: CallerLink, event: Any, out: list[Any]) -> None:
+        for frame in event.frames:
+            call = self.calls.get(frame.call) if isinstance(frame, ItemFrame) else None
+            if call is not None and isinstance(frame, ItemFrame) and takes(frame.seq, call.num_received):
+                call.num_received = frame.seq + 1
+                out.append(DeliverItem(frame.call, frame.body))
+            else:
+                original(self, msgspec.structs.replace(event, frames=[frame]), out)
+
+    return _around(CallerLink, "_came", came)
+
+
+@plant
+def a_hole_in_the_items_is_not_noticed() -> Iterator[None]:
+    with _items(lambda number, expected: number > expected):
+        yield
+
+
+@plant
+def an_item_that_comes_twice_is_delivered_twice() -> Iterator[None]:
+    with _items(lambda number, expected: number < expected):
+        yield
+
+
+@plant
+def an_open_that_comes_twice_starts_two_calls() -> Iterator[None]:
+    def opened(original: Any, self: CalleeLink, frame: Any, now_s: float, out: list[Any]) -> None:
+        self.highest_id = min(self.highest_id, frame.call - 1)
+        original(self, frame, now_s, out)
+
+    with _around(CalleeLink, "_open", opened):
+        yield
+
+
+@plant
+def a_call_that_its_caller_left_goes_on() -> Iterator[None]:
+    with patch.object(CalleeLink, "_left", lambda self, *_: None):
+        yield
+
+
+@plant
+def handlers_of_a_lost_link_go_on() -> Iterator[None]:
+    def lose(original: Any, self: CalleeLink, error: Any, now_s: float, out: list[Any]) -> None:
+        calls, self.calls = self.calls, {}
+        original(self, error, now_s, out)
+        self.calls = calls
+
+    with _around(CalleeLink, "_lose", lose):
+        yield
+
+
+@plant
+def a_preempted_request_believes_its_blocks_are_computed() -> Iterator[None]:
+    def admit(original: Any, self: Scheduler, request: EngineRequest) -> bool:
+        admitted = bool(original(self, request))
+        if admitted and request.num_preemptions:
+            skipped = min(request.num_uncomputed - 1, 4)
+            request.num_computed += skipped
+            self.num_uncomputed_tokens -= skipped
+        return admitted
+
+    with _around(Scheduler, "_admit", admit):
+        yield
