@@ -42,6 +42,8 @@ BlockHash = NewType("BlockHash", bytes)
 Name = Annotated[NodeId, Meta(max_length=MAX_NAME_CHARS)]
 """What a process calls itself: it is kept, logged and told to everybody who watches."""
 Birth = Annotated[Incarnation, Meta(max_length=MAX_NAME_CHARS)]
+AtLeastOne = Annotated[int, Meta(ge=1)]
+AtLeastZero = Annotated[int, Meta(ge=0)]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -118,7 +120,7 @@ class KVLayout(Part, frozen=True):
     A block is `[layer][k, v][kv head][token][head_dim]`, contiguous, layers in model order.
     """
 
-    block_size: int
+    block_size: AtLeastOne
     dtype: str
     itemsize: int
     layers: tuple[LayerKV, ...]
@@ -176,8 +178,8 @@ class NodeCard(Part, frozen=True):
     model: str
     model_digest: str
     layout: KVLayout
-    max_model_len: int
-    num_blocks: int
+    max_model_len: AtLeastZero
+    num_blocks: AtLeastZero
     offers: tuple[Offer, ...] = ()
     host: str = ""
     pid: int = 0
@@ -291,7 +293,7 @@ class Route(Message, frozen=True):
     """
 
     model: str
-    num_tokens: int
+    num_tokens: AtLeastZero
     exclude: tuple[Incarnation, ...] = ()
     origin: Origin = Origin()
     prefix: bytes = b""

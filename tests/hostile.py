@@ -4,8 +4,6 @@ almost right.
 Left out is what whoever reaches an open port is trusted with: to drain a node, or to take the name of one.
 """
 
-import json
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +13,6 @@ from hypothesis.strategies import SearchStrategy
 from common import messages
 from common.messages import WIRE_VERSION
 from kv_transfer import tcp_wire
-from tests.raw_http import http
 
 Wire = SearchStrategy[list[bytes]]
 """The parts of one ZeroMQ message."""
@@ -44,7 +41,7 @@ TOKENS = st.one_of(st.lists(NUMBERS, max_size=6), st.sampled_from([1, 3000, 100_
 _OTHERS = ["Registered", "View", "Routed", "Tokens", "Leaving", "BlocksReady", "PrefillDone", "Dance", "", 7]
 
 
-def _weighted(*choices: tuple[int, SearchStrategy[Any]]) -> SearchStrategy[Any]:
+def weighted(*choices: tuple[int, SearchStrategy[Any]]) -> SearchStrategy[Any]:
     """`one_of` with weights; that one also takes choices within choices for its own."""
     return st.sampled_from([one for weight, one in choices for _ in range(weight)]).flatmap(lambda one: one)
 
@@ -68,7 +65,7 @@ class Words:
         """A message as a map; now and then with a field that is wrong or not there."""
         right = st.fixed_dictionaries(fields)
         loose = st.fixed_dictionaries({}, optional={name: st.one_of(value, JUNK) for name, value in fields.items()})
-        return right if self._well_formed else _weighted((7, right), (1, loose))
+        return right if self._well_formed else weighted((7, right), (1, loose))
 
     def _tagged(self, type: str, **fields: SearchStrategy[Any]) -> SearchStrategy[dict[str, Any]]:
         return self._fields(**fields).map(lambda found: {"type": type, **found})
@@ -78,9 +75,9 @@ class Words:
 
     def caller_frames(self) -> SearchStrategy[dict[str, Any]]:
         """What the caller's side of a link may say, more or less."""
-        calls = _weighted((5, st.integers(1, 9)), (1, NUMBERS))
-        times = _weighted((2, st.none()), (1, SECONDS))
-        return _weighted(
+        calls = weighted((5, st.integers(1, 9)), (1, NUMBERS))
+        times = weighted((2, st.none()), (1, SECONDS))
+        return weighted(
             (8, self._tagged("Open", call=calls, body=self.requests(), timeout_s=times)),
             (3, self._tagged("Send", call=calls, seq=st.one_of(st.integers(0, 2), NUMBERS), body=self.sent())),
             (1, self._tagged("Cancel", call=calls)),
@@ -119,17 +116,18 @@ class Words:
             "request": request,
             "attempt": NUMBERS,
             "model_digest": self._digests,
-            "tokens": _weighted((1, st.just([7] * 40)), (1, TOKENS)),
-            "num_prompt_tokens": _weighted((1, st.just(1)), (1, NUMBERS)),
-            "sampling": _weighted((1, st.just({"max_tokens": 60, "seed": 1})), (1, self._sampling())),
+            "tokens": weighted((1, st.just([7] * 40)), (1, TOKENS)),
+            "num_prompt_tokens": weighted((1, st.just(1)), (1, NUMBERS)),
+            "sampling": weighted((1, st.just({"max_tokens": 60, "seed": 1})), (1, self._sampling())),
             "origin": self._fields(tenant=BYTES, priority=st.sampled_from(["high", "low"])),
         }
         prefill = st.one_of(st.none(), self._addresses())
-        return _weighted(
+        sizes = weighted((3, st.integers(1, 4096)), (1, NUMBERS))
+        return weighted(
             (3, self._tagged("Generate", **asked, prefill=prefill)),
             (3, self._tagged("Prefill", **asked, layout=self._layouts)),
             (1, self._tagged("Handover", request=request, attempt=NUMBERS, layout=self._layouts)),
-            (2, self._tagged("Route", model=self._models, num_tokens=NUMBERS, prefix=BYTES, first_token_s=SECONDS)),
+            (2, self._tagged("Route", model=self._models, num_tokens=sizes, prefix=BYTES, first_token_s=SECONDS)),
             (4, self._tagged("Register", card=self._cards())),
             (1, self._tagged("Watch", gateway=st.one_of(st.none(), self._gateways()))),
             (1, st.just({"type": "Audit"})),
@@ -143,7 +141,7 @@ class Words:
         )
         news = self._fields(added=BYTES, dropped=BYTES, whole=st.booleans())
         signs = st.sampled_from([{"type": "Pulled"}, {"type": "Stop"}])
-        return _weighted((2, self._tagged("Report", load=load, cache=news)), (1, signs), self._seldom(JUNK))
+        return weighted((2, self._tagged("Report", load=load, cache=news)), (1, signs), self._seldom(JUNK))
 
     def _sampling(self) -> SearchStrategy[dict[str, Any]]:
         numbers = st.one_of(SECONDS.filter(lambda seconds: seconds is not None), NUMBERS)
@@ -167,14 +165,14 @@ class Words:
                 "model_digest": self._digests,
                 "layout": st.fixed_dictionaries(
                     {
-                        "block_size": NUMBERS,
+                        "block_size": weighted((3, st.integers(1, 64)), (1, NUMBERS)),
                         "dtype": TEXTS,
                         "itemsize": NUMBERS,
                         "layers": st.lists(st.lists(NUMBERS, min_size=3, max_size=3), max_size=3),
                     }
                 ),
-                "max_model_len": NUMBERS,
-                "num_blocks": NUMBERS,
+                "max_model_len": weighted((3, st.integers(0, 4096)), (1, NUMBERS)),
+                "num_blocks": weighted((3, st.integers(0, 4096)), (1, NUMBERS)),
             }
         )
 
@@ -188,8 +186,8 @@ class Words:
     def of_calls(self) -> SearchStrategy[list[list[bytes]]]:
         """What one connection says to a server of calls: mostly Hello first."""
         plain = {"type": "Hello", "version": WIRE_VERSION, "node": "stranger", "incarnation": "1" * 32}
-        hello = _weighted((3, st.just(plain)), self._seldom(self.hello())).map(lambda frame: [pack([frame])])
-        said = _weighted(
+        hello = weighted((3, st.just(plain)), self._seldom(self.hello())).map(lambda frame: [pack([frame])])
+        said = weighted(
             (6, st.lists(self.caller_frames(), min_size=1, max_size=3).map(lambda frames: [pack(frames)])),
             self._seldom(_broken(st.lists(self.caller_frames(), min_size=1).map(pack)).map(lambda part: [part])),
             self._seldom(messages_of(JUNK)),
@@ -211,7 +209,7 @@ class Words:
             st.tuples(st.sampled_from(["Chunk", "Welcome", "Refuse", "Ping", "Dance"]), JUNK, JUNK),
             JUNK,
         )
-        said = _weighted((5, messages_of(word)), (1, st.lists(NOISE, max_size=3)))
+        said = weighted((5, messages_of(word)), (1, st.lists(NOISE, max_size=3)))
         return _after(hello, said)
 
     def of_mappings(self) -> SearchStrategy[list[bytes]]:
@@ -245,7 +243,7 @@ def pack(value: Any) -> bytes:
 
 def messages_of(values: SearchStrategy[Any]) -> Wire:
     """One-part messages, whole or broken."""
-    return _weighted((4, values.map(pack)), (1, _broken(values.map(pack)))).map(lambda message: [message])
+    return weighted((4, values.map(pack)), (1, _broken(values.map(pack)))).map(lambda message: [message])
 
 
 def _broken(whole: SearchStrategy[bytes]) -> SearchStrategy[bytes]:
@@ -253,7 +251,7 @@ def _broken(whole: SearchStrategy[bytes]) -> SearchStrategy[bytes]:
     place = st.integers(0, 2**16)
     return st.one_of(
         st.tuples(whole, place).map(lambda both: both[0][: both[1] % (len(both[0]) + 1)]),
-        st.tuples(whole, place, st.integers(0, 255)).map(lambda three: _changed(*three)),
+        st.tuples(whole, place, st.integers(0, 255)).map(lambda three: changed(*three)),
         whole.map(lambda message: message + message),
         st.tuples(st.sampled_from([100, 2_000, 50_000]), whole).map(lambda both: b"\x91" * both[0] + both[1]),
         # A map that has each of its keys twice.
@@ -265,7 +263,7 @@ def _broken(whole: SearchStrategy[bytes]) -> SearchStrategy[bytes]:
     )
 
 
-def _changed(message: bytes, place: int, byte: int) -> bytes:
+def changed(message: bytes, place: int, byte: int) -> bytes:
     if not message:
         return bytes([byte])
     place %= len(message)
@@ -307,100 +305,3 @@ def zmtp() -> SearchStrategy[bytes]:
     return st.tuples(starts, st.lists(st.one_of(frames, NOISE), max_size=4)).map(
         lambda both: both[0] + b"".join(both[1])
     )
-
-
-# --- HTTP --------------------------------------------------------------------------------------------------------
-
-_FIELDS: Sequence[str] = [
-    *("model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed"),
-    *("stop", "stream", "stream_options", "ignore_eos", "n", "logprobs", "top_logprobs", "logit_bias", "user", "echo"),
-    *("best_of", "suffix", "response_format", "tools"),
-]
-_HUGE = st.sampled_from([2**63, -(2**70), 10**400, 1e308, -1e308])
-_JSON: SearchStrategy[Any] = st.recursive(
-    st.one_of(st.none(), st.booleans(), NUMBERS, _HUGE, st.floats(), TEXTS),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
-    max_leaves=8,
-)
-_MESSAGE = st.fixed_dictionaries(
-    {}, optional={"role": st.sampled_from(["user", "king", 7]), "content": _JSON, "name": _JSON, "tool_calls": _JSON}
-)
-
-
-def _body(model: str) -> SearchStrategy[bytes]:
-    right = st.fixed_dictionaries({"model": st.just(model), "prompt": st.just("hello"), "max_tokens": st.just(1)})
-    chat = st.lists(_MESSAGE, max_size=3).map(lambda found: {"model": model, "messages": found, "max_tokens": 1})
-    change = st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=3)
-    objects = st.tuples(st.one_of(right, chat), change).map(lambda both: {**both[0], **both[1]})
-    text = _weighted((4, objects), (1, _JSON)).map(lambda value: json.dumps(value).encode())
-    spoilt = st.one_of(
-        NOISE,
-        st.tuples(text, st.integers(0, 5_000)).map(lambda both: both[0][: both[1]]),
-        st.tuples(text, st.integers(0, 5_000), st.integers(0, 255)).map(lambda three: _changed(*three)),
-        text.map(lambda body: b'{"model": "x", ' + body[1:]),  # a key twice
-        st.sampled_from([100, 50_000]).map(lambda depth: b'{"prompt":' * depth + b"1" + b"}" * depth),
-    )
-    return _weighted((3, text), (1, spoilt))
-
-
-_HEADERS = st.lists(
-    st.sampled_from(
-        [
-            "Content-Length: 0",
-            "Content-Length: +5",
-            "Content-Length: 5, 6",
-            "Content-Length: 0x5",
-            "Content-Length: " + "9" * 40,
-            "Content-Length : 5",
-            "Transfer-Encoding: chunked",
-            "Transfer-Encoding: xchunked",
-            "Transfer-Encoding: chunked, identity",
-            "Transfer-Encoding:\tchunked",
-            "Content-Encoding: gzip",
-            "Content-Encoding: br",
-            "Content-Type: text/plain; charset=none",
-            "Expect: 100-continue",
-            "Expect: a miracle",
-            "Upgrade: websocket",
-            "Connection: upgrade, close",
-            "Connection: \xff\xfe",
-            "X-Request-Id: " + "i" * 5_000,
-            "X-Request-Id: a\0b",
-            " folded: line",
-            "no colon",
-            ": nameless",
-            "Host: a",
-            "Authorization: Bearer " + "k" * 5_000,
-        ]
-    ),
-    max_size=4,
-)
-_LINES = st.sampled_from(
-    [
-        "POST /v1/completions HTTP/1.1",
-        "POST /v1/chat/completions HTTP/1.1",
-        "POST /v1/completions HTTP/1.0",
-        "GET /v1/models/%00%ff HTTP/1.1",
-        "GET //../..//etc/passwd HTTP/1.1",
-        "OPTIONS * HTTP/1.1",
-        "CONNECT x:1 HTTP/1.1",
-        "GET http://[::1 HTTP/1.1",
-        "POST  /v1/completions  HTTP/1.1",
-        "BREW /pot HTTP/1.1",
-        "GET /cluster HTTP/1.1\r\nRange: bytes=-1",
-    ]
-)
-_CHUNKS = st.sampled_from([b"0\r\n\r\n", b"5\r\nhello\r\n0\r\n\r\n", b"zz\r\n", b"ffffffffffffffff\r\n", b"-1\r\n\r\n"])
-
-
-def http_requests(model: str) -> SearchStrategy[bytes]:
-    """What one connection says to the gateway: one request or several, some of them cut short."""
-    sent = st.tuples(st.sampled_from(["/v1/completions", "/v1/chat/completions"]), _body(model)).map(
-        lambda both: http(both[1], both[0])
-    )
-    by_hand = st.tuples(_LINES, _HEADERS, st.one_of(_body(model), _CHUNKS)).map(
-        lambda three: "\r\n".join([three[0], *three[1], "", ""]).encode("latin-1") + three[2]
-    )
-    cut = st.tuples(sent, st.integers(0, 400)).map(lambda both: both[0][: both[1]])
-    one = _weighted((4, sent), (2, by_hand), (1, cut), (1, NOISE))
-    return st.lists(one, min_size=1, max_size=3).map(b"".join)

@@ -29,7 +29,8 @@ from common.messages import (
 )
 from common.rpc.endpoint import MAX_MESSAGE_BYTES
 from kv_transfer import ucx
-from tests.hostile import NOISE, Words, http_requests, zmtp
+from tests.hostile import NOISE, Words, zmtp
+from tests.hostile_http import http_requests
 from tests.process.attacker import Attacker, Doors
 from tests.process.cluster import BatonUp
 from tests.process.questions import caller_of
