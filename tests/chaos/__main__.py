@@ -1,6 +1,6 @@
 """`make chaos`: a real cluster under real traffic, hurt at random, and every answer checked.
 
-    python -m tests.chaos [--seconds 180] [--seed 1] [--every 4] [--model demo] [--clients 6]
+    python -m tests.chaos [--seconds 180] [--seed 1] [--every 4] [--model demo|tiny] [--clients 6]
 
 Two prefill and two decode nodes, two coordinators and a gateway, each behind a proxy; every few seconds one of them
 is killed, stopped for a while, restarted, or its links are cut or swallowed. A seed gives the same faults and the
@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import random
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +32,7 @@ from tests.chaos.traffic import Client, Outcome, Question, Text
 _METRIC = re.compile(r"^(baton_\w*(?:failover|moved|attempt|prompts)\w*(?:\{[^}]*\})?) ([\d.e+]+)$", re.MULTILINE)
 _WHOLE_WITHIN_S = 90.0
 _EMPTY_WITHIN_S = 20.0
+TINY_MODEL = Path(__file__).parents[1] / "process" / "tiny_model.py"
 
 
 def main() -> int:
@@ -39,7 +41,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of faults and traffic [default: 1]")
     parser.add_argument("--every", type=float, default=4.0, help="seconds between faults, on average [default: 4]")
     parser.add_argument("--rest", type=float, default=30.0, help="a process lives at least this long [default: 30]")
-    parser.add_argument("--model", default="demo", help="folder or name [default: demo]")
+    parser.add_argument("--model", default="demo", help="folder, name, or `tiny`: 1 MB of chance [default: demo]")
     parser.add_argument(
         "--kv", default="96MiB", help="KV pool of a node; small ones evict and pre-empt [default: 96MiB]"
     )
@@ -48,7 +50,12 @@ def main() -> int:
     options = parser.parse_args()
     console = Console()
     with tempfile.TemporaryDirectory(prefix="baton-chaos-") as folder:
-        logs = Path(folder)
+        logs = Path(folder) / "logs"
+        logs.mkdir()
+        if options.model == "tiny":
+            options.model = str(Path(folder) / "tiny")
+            subprocess.run([sys.executable, str(TINY_MODEL), options.model], check=True, capture_output=True)
+            options.kv = "2MiB"
         tally = asyncio.run(Chaos(options, console, logs).run())
         failures = tally.failures()
         report.show(tally, console)
