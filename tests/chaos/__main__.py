@@ -102,6 +102,7 @@ class Chaos:
             await asyncio.gather(hurting, *asking)
             await self._settle(cluster, client, questions)
         tally.remains = cluster.remains()
+        tally.crashes = cluster.crashes
         return tally
 
     # --- before, during, after ----------------------------------------------------------------------------

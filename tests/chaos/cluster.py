@@ -29,6 +29,7 @@ from tests.chaos.proxy import Proxy
 from tests.process.footprint import Footprint
 
 NUM_COORDINATORS = 2
+_OUR_DOING = (0, -signal.SIGKILL, -signal.SIGTERM)
 BATON = str(Path(sys.executable).with_name("baton"))
 
 
@@ -59,6 +60,8 @@ class ChaosCluster:
         self._stopped: dict[str, int] = {}
         self._footprint = Footprint()
         self._gateway_deaths: list[float] = []
+        self.crashes: list[str] = []
+        """Processes that ended in a way that nobody had made them end."""
 
     async def __aenter__(self) -> Self:
         try:
@@ -166,8 +169,11 @@ class ChaosCluster:
     def _on_death(self, died: ChildDied) -> None:
         if died.name == "gateway":
             self._gateway_deaths.append(time.monotonic())
-        lines = "" if died.status in (0, -signal.SIGKILL, -signal.SIGTERM) else "\n    ".join(("", *died.last_lines))
-        self._on_event(f"{died.name} ended with {died.status}{lines}")
+        words = f"{died.name} ended with {died.status}"
+        if died.status not in _OUR_DOING:
+            self.crashes.append(words)
+            words = "\n    ".join((words, *died.last_lines))
+        self._on_event(words)
 
     # --- how it is ------------------------------------------------------------------------------------------
 

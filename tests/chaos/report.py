@@ -22,6 +22,7 @@ class Tally:
     audit: tuple[int, str] | None = None
     remains: list[str] | None = None
     broke: str = ""
+    crashes: list[str] = field(default_factory=list)
 
     def count(self, ended: Ended) -> None:
         self.outcomes[ended.outcome] += 1
@@ -42,6 +43,7 @@ class Tally:
             found.append("nothing was hurt")
         if self.broke:
             found.append(self.broke)
+        found += self.crashes
         if self.audit is None or self.audit[0] != 0:
             found.append("the audit is not clean" if self.audit else "there was no audit")
         if self.remains is None or self.remains:

@@ -97,6 +97,8 @@ def test_a_run_fails_for_each_thing_that_is_not_right() -> None:
         tally.outcomes[outcome] -= 1
     tally.audit = (1, "a call that only one side knows")
     assert tally.failures() == ["the audit is not clean"]
+    tally.crashes.append("decode-0 ended with -11")
+    assert tally.failures() == ["decode-0 ended with -11", "the audit is not clean"]
 
 
 def test_a_seed_gives_one_plan_and_nobody_dies_twice_without_rest() -> None:
