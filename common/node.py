@@ -43,6 +43,7 @@ from common.messages import (
 from common.model.base import Runner
 from common.rpc.base import Client, Handler, IncomingCall, Network, Server
 from common.rpc.registration import stay_registered
+from common.tasks import ended
 
 log = telemetry.logger(__name__)
 
@@ -166,7 +167,7 @@ class NodeHost:
             standing = asyncio.create_task(
                 stay_registered(self.client, coordinator, card, self.load, self._offered, report_s=self._report_s)
             )
-            self._resources.push_async_callback(_ended, standing)
+            self._resources.push_async_callback(ended, standing)
         log.info("serving", node=self.name, role=self.role, address=server.address)
         return card
 
@@ -258,8 +259,3 @@ def _version() -> str:
         return version("baton")
     except PackageNotFoundError:
         return "source"
-
-
-async def _ended(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])

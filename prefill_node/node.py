@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Coroutine
-from contextlib import suppress
 from functools import partial
 from typing import Any, assert_never
 
@@ -15,6 +14,7 @@ from common.messages import BlocksReady, Prefill, Pulled, Role
 from common.model.runner import load_runner
 from common.node import NodeHost, keep_for_good, new_incarnation
 from common.rpc.base import IncomingCall, Network
+from common.tasks import ended
 from kv_transfer.base import TransferSettings
 from kv_transfer.choose import serve_all
 from kv_transfer.layout import mismatch
@@ -87,9 +87,7 @@ class _PrefillShell:
                     raise error
             finally:
                 self._feed(Cancelled())
-                receiver.cancel()
-                with suppress(asyncio.CancelledError):
-                    await receiver
+                await ended(receiver)
 
     def leave(self) -> None:
         """What runs is finished: its reader takes the blocks, or leaves them at the drain's timeout."""

@@ -2,13 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 
 from common import telemetry
 from common.errors import BatonError
 from common.kv_cache.cache_news import OfferedNames
 from common.messages import NodeCard, NodeLoad, Register, Registered, Report
 from common.rpc.base import Client, OutgoingCall
+from common.tasks import ended
 
 log = telemetry.logger(__name__)
 
@@ -60,6 +60,4 @@ async def _report_while_open(
             else:
                 log.info("registered", coordinator=call.peer)
     finally:
-        reporter.cancel()
-        with suppress(asyncio.CancelledError):
-            await reporter
+        await ended(reporter)

@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import os
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import NoReturn
 
@@ -18,6 +17,7 @@ from common.messages import Audit, GatewayCard, Holdings, Incarnation, NodeId
 from common.model.store import resolve
 from common.model.tokenizer import Tokenizer
 from common.rpc.base import Client, IncomingCall, Network, Server
+from common.tasks import ended
 from coordinator.gateway.app import Gateway
 from coordinator.gateway.connection import GatewayRunner
 from coordinator.gateway.watch import ClusterWatch
@@ -46,7 +46,7 @@ async def serve(
         model = config.served_name or config.model
         cluster = ClusterWatch(client, config.coordinators, model=model, clock=clock)
         watching: list[asyncio.Task[NoReturn]] = []
-        resources.push_async_callback(_ended, watching)
+        resources.push_async_callback(lambda: ended(*watching))
         gateway = Gateway(config, tokenizer=tokenizer, cluster=cluster, client=client, clock=clock)
 
         async def audit(call: IncomingCall) -> None:
@@ -112,9 +112,3 @@ def _holdings(name: NodeId, incarnation: Incarnation, server: Server, client: Cl
         outgoing=tuple(client.held_calls()),
         requests=gateway.requests,
     )
-
-
-async def _ended(tasks: Sequence[asyncio.Task[NoReturn]]) -> None:
-    for task in tasks:
-        task.cancel()
-        await asyncio.wait([task])

@@ -261,7 +261,6 @@ async def test_every_node_in_turn_under_load(cluster: Cluster, requests: Request
         await cluster.start(role, name)
     for request in asked:
         await request.finishes_rightly()
-    assert any(request.session.num_moves for request in asked)
 
 
 async def test_a_second_drain_is_refused(cluster: Cluster, requests: Requests) -> None:
