@@ -42,20 +42,23 @@ COOL_DOWN_S = 15.0
 def plan(seed: int, duration_s: float, targets: Sequence[str], *, every_s: float, rest_s: float) -> Iterator[Fault]:
     """Faults in order of time, about one every `every_s`; no process loses its life twice within `rest_s`.
 
-    A gateway is hurt a third as often as the others: each time its clients are lost with it.
+    Everybody is killed once before anybody is killed again, and so with restarts.
     """
     chance = random.Random(seed)
     reborn: dict[str, float] = {}
-    weights = [1 if target.startswith("gateway") else 3 for target in targets]
+    bags: dict[Kind, list[str]] = {Kind.KILL: [], Kind.RESTART: []}
     at_s = WARM_UP_S
     while at_s < duration_s - COOL_DOWN_S:
-        [target] = chance.choices(targets, weights)
         [kind] = chance.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
-        for_s = chance.uniform(0.3, MOST_PAUSE_S) if kind in (Kind.STOP, Kind.PARTITION) else 0.0
-        deadly = kind in (Kind.KILL, Kind.RESTART)
-        possible = target.startswith(_PROXIED) or kind in (Kind.KILL, Kind.STOP, Kind.RESTART)
-        if possible and not (deadly and at_s < reborn.get(target, 0.0)):
-            if deadly:
+        if kind in bags:
+            bag = bags[kind] = bags[kind] or chance.sample(targets, len(targets))
+            target = next((one for one in bag if at_s >= reborn.get(one, 0.0)), None)
+            if target is not None:
+                bag.remove(target)
                 reborn[target] = at_s + rest_s
-            yield Fault(at_s, kind, target, for_s)
+                yield Fault(at_s, kind, target)
+        else:
+            proxied = [target for target in targets if target.startswith(_PROXIED)]
+            target = chance.choice(targets if kind is Kind.STOP else proxied)
+            yield Fault(at_s, kind, target, 0.0 if kind is Kind.CUT else chance.uniform(0.3, MOST_PAUSE_S))
         at_s += chance.uniform(0.5, 1.5) * every_s

@@ -66,4 +66,4 @@ def show(tally: Tally, console: Console) -> None:
         for detail, number in Counter(details).most_common(_SHOWN):
             console.print(f"  {outcome}, {number}x: {detail[:500]}", markup=False, highlight=False)
     if tally.audit is not None:
-        console.print(tally.audit[1], markup=False, highlight=False)
+        console.print(tally.audit[1], markup=False, highlight=False, soft_wrap=True)

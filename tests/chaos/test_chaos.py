@@ -106,6 +106,8 @@ def test_a_seed_gives_one_plan_and_nobody_dies_twice_without_rest() -> None:
     assert first == second
     assert {fault.kind for fault in first} == set(Kind)
     assert all(fault.for_s <= MOST_PAUSE_S for fault in first)
+    kills = [fault.target for fault in first if fault.kind is Kind.KILL]
+    assert sorted(kills[: len(TARGETS)]) == sorted(TARGETS)
     for target in TARGETS:
         deaths = [fault.at_s for fault in first if fault.target == target and fault.kind in (Kind.KILL, Kind.RESTART)]
         assert all(later - earlier >= 30.0 for earlier, later in pairwise(deaths))
