@@ -24,7 +24,7 @@ async def test_the_answer_through_both_pools_is_that_of_one_engine(cluster: Clus
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2])
-@pytest.mark.parametrize("length", [15, 16, 17])
+@pytest.mark.parametrize("length", LENGTHS)
 async def test_short_answers_cross_the_hand_over_whole(cluster: Cluster, length: int, max_tokens: int) -> None:
     await cluster.start_pools()
     await cluster.asks_rightly(prompt(length), max_tokens)

@@ -52,8 +52,8 @@ async def read_stream(
     return text_of(events)
 
 
-async def nothing_is_held(coordinator: str, *, wait_s: float = 5.0) -> None:
+async def nothing_is_held(*coordinators: str, wait_s: float = 5.0) -> None:
     """An audit of the idle cluster finds nothing."""
-    report = await Auditor(ZmqNetwork(), [coordinator]).audit(idle=True, wait_s=wait_s)
+    report = await Auditor(ZmqNetwork(), list(coordinators)).audit(idle=True, wait_s=wait_s)
     assert report.findings == ()
     assert len(report.look.holdings) >= 3, "whoever is there has answered"
