@@ -28,7 +28,7 @@ async def test_the_answer_through_both_pools_is_that_of_one_engine(cluster: Clus
 async def test_short_answers_cross_the_hand_over_whole(cluster: Cluster, length: int, max_tokens: int) -> None:
     await cluster.start_pools()
     await cluster.asks_rightly(prompt(length), max_tokens)
-    assert cluster.faults.num_reads == (0 if max_tokens == 1 else 1)
+    assert (cluster.faults.num_reads > 0) == (max_tokens > 1), "a request for one token pulls nothing"
 
 
 async def test_without_a_prefill_pool_the_decode_node_computes_the_prompt(cluster: Cluster) -> None:
