@@ -23,7 +23,8 @@ from common.rpc.carrier import Faults
 from tests.simulation.checks import left_behind
 from tests.simulation.edges import LogKeeper, simulated_edges
 from tests.simulation.requests import Request, draw_request
-from tests.simulation.trouble import CALM_LINKS, Trouble
+from tests.simulation.transfer import ReadFaults
+from tests.simulation.trouble import BAD_WEATHER, CALM_LINKS, Trouble
 from tests.simulation.virtual_time import DeadlockError, VirtualLoop, pause
 from tests.simulation.world import Shape, World
 
@@ -73,8 +74,9 @@ class _History:
         self._crowded = rng.random() < 0.45
         shape = draw_shape(rng, crowded=self._crowded)
         self._world = World(loop, random.Random(seed + 1), shape, seed, tell)
-        self._world.network.set_faults(rng.choice((Faults(), Faults(), CALM_LINKS)))
-        self._world.plane.faults.block_s = rng.choice((0.001, 0.02))
+        is_bad = not self._calm and rng.random() < 0.25
+        self._world.network.set_faults(rng.choice(BAD_WEATHER if is_bad else (Faults(), Faults(), CALM_LINKS)))
+        self._world.plane.faults = rng.choice((ReadFaults(), ReadFaults(block_s=0.01, slow=0.3, stubborn=0.5)))
         self._trouble = Trouble(self._world, rng)
         result.log = self._world.log
 
@@ -85,7 +87,8 @@ class _History:
         num_requests = rng.randint(5, 9) if self._crowded else rng.randint(2, 6)
         acts = [self._ask] * num_requests + [self._trouble.act] * (0 if self._calm else rng.randint(1, 5))
         rng.shuffle(acts)
-        requests_per_s, trouble_per_s = (300.0, 15.0) if self._crowded else (rng.choice((5.0, 40.0)), 8.0)
+        requests_per_s = rng.choice((300.0, 30.0) if self._crowded else (5.0, 40.0))
+        trouble_per_s = 15.0 if self._crowded else 8.0
         for act in acts:
             await pause(rng.expovariate(requests_per_s if act == self._ask else trouble_per_s))
             act()
@@ -107,7 +110,7 @@ class _History:
     def _ask(self) -> None:
         world = self._world
         if world.gateways:
-            grows = self._crowded and self._rng.random() < 0.4
+            grows = self._crowded and self._rng.random() < 0.3
             request = draw_request(self._rng, len(world.requests), self._loop.time, world.tell, grows=grows)
             world.ask(request, self._rng.choice(world.gateways))
 
@@ -139,6 +142,7 @@ class _History:
         # Clients first, as in a shutdown that nobody notices.
         for running in sorted(world.alive, key=lambda one: one.kind != "gateway"):
             await running.stop()
+        await world.operator.close()
         for task in asyncio.all_tasks():
             owner = self._loop.owner_of(task)
             if task is not asyncio.current_task() and (owner is None or not owner.is_dead):
@@ -165,12 +169,12 @@ def draw_shape(rng: random.Random, *, crowded: bool) -> Shape:
     return Shape(
         num_coordinators=rng.choice((1, 1, 1, 2)),
         num_gateways=rng.choice((1, 1, 1, 2)),
-        num_prefill=rng.choice((1, 2) if crowded else (0, 1, 1, 2, 2, 3)),
-        num_decode=rng.choice((1, 2) if crowded else (1, 2, 2, 3)),
+        num_prefill=rng.choice((1, 1, 2) if crowded else (0, 1, 1, 2, 2, 3)),
+        num_decode=rng.choice((1, 2, 2) if crowded else (1, 2, 2, 3)),
         prefill_blocks=rng.choice((16, 20) if crowded else (16, 24, 64)),
         decode_blocks=rng.choice((16, 20) if crowded else (16, 20, 64)),
         max_step_tokens=rng.choice((8, 16, 64)),
-        prefix_cache=rng.random() < 0.7,
+        prefix_cache=rng.random() < 0.6,
         fixed_ports=rng.random() < 0.5,
         remote_reads=rng.random() < 0.5,
     )

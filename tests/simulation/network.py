@@ -103,6 +103,17 @@ class SimulatedNetwork(MemoryNetwork):
                 self.carrier.lose(connection)
                 self.disconnect(connection, to_server=True)
 
+    def half_open(self, one: Incarnation, other: Incarnation) -> None:
+        """The callee loses every link between the two, and nothing that it says reaches the caller for now."""
+        self.set_faults(Faults(drop=1.0), one, other)
+        for connection in list(self.connections.values()):
+            if connection.pair == {one, other}:
+                caller = PROCESS.set(connection.server)
+                try:
+                    connection.endpoint.disconnected(connection.peer, "connection lost")
+                finally:
+                    PROCESS.reset(caller)
+
     def is_cut_off(self, one: Incarnation, other: Incarnation) -> bool:
         return frozenset((one, other)) in self.carrier.partitions
 

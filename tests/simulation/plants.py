@@ -1,22 +1,26 @@
 """Bugs put in on purpose, each a small patch of production code: the simulation must find every one of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import msgspec
 
+import kv_transfer.memory
 from common.engine.events import Release
 from common.engine.leases import Leases
 from common.engine.request import EngineRequest, Progress
 from common.engine.scheduler import Scheduler
-from common.messages import Generate, ItemFrame
+from common.kv_cache.block_pool import BlockPool
+from common.kv_cache.memory import PoolMemory
+from common.messages import BlockId, BlockRef, Generate, ItemFrame
 from common.rpc.callee import CalleeLink
 from common.rpc.caller import CallerLink, DeliverItem
 from coordinator.gateway.session import Session
 from decode_node import role as decode_role
 from decode_node.readers import Readers
+from kv_transfer.blocks import check_generations
 from prefill_node import role as prefill_role
 
 Plant = Callable[[], AbstractContextManager[Any]]
@@ -42,6 +46,24 @@ def _around(owner: Any, name: str, changed: Callable[..., Any]) -> AbstractConte
 
 
 @plant
+def blocks_are_given_back_while_reads_still_write_to_them() -> Iterator[None]:
+    def let_go(_: Any, self: Any, towards: Any, now_s: float) -> Any:
+        with_prefill = self.state in decode_role._WITH_CALL
+        self._after_settling, self._pulling = towards, 0
+        commands = [decode_role.ClosePrefill(done=False), decode_role.StopPulls()] if with_prefill else []
+        return commands + self._leave_settling(now_s)
+
+    def pull_ended(original: Any, self: Any, event: Any, now_s: float) -> Any:
+        return original(self, event, now_s) if self._pulling else []
+
+    with (
+        _around(decode_role.GenerateCall, "_let_go", let_go),
+        _around(decode_role.GenerateCall, "_pull_ended", pull_ended),
+    ):
+        yield
+
+
+@plant
 def a_cancelled_call_releases_nothing() -> Iterator[None]:
     def leave(original: Any, self: Any, now_s: float) -> Any:
         commands = original(self, now_s)
@@ -52,13 +74,17 @@ def a_cancelled_call_releases_nothing() -> Iterator[None]:
         yield
 
 
-@plant
-def prefill_frees_its_blocks_before_they_are_pulled() -> Iterator[None]:
+def _freed_early() -> AbstractContextManager[Any]:
     def progressed(original: Any, self: Any, event: Progress, now_s: float) -> Any:
         commands = original(self, event, now_s)
         return [*commands, Release(self._id)] if event.stopped else commands
 
-    with _around(prefill_role.PrefillCall, "_progressed", progressed):
+    return _around(prefill_role.PrefillCall, "_progressed", progressed)
+
+
+@plant
+def prefill_frees_its_blocks_before_they_are_pulled() -> Iterator[None]:
+    with _freed_early():
         yield
 
 
@@ -92,6 +118,35 @@ def a_reader_that_failed_is_used_again() -> Iterator[None]:
 
 
 # --- generations ---------------------------------------------------------------------------------------------
+
+
+@plant
+def blocks_freed_too_early_are_read_without_a_check() -> Iterator[None]:
+    with (
+        _freed_early(),
+        patch.object(kv_transfer.memory, "check_readable", lambda *_: None),
+        patch.object(kv_transfer.memory, "check_generations", lambda *_: None),
+    ):
+        yield
+
+
+@plant
+def blocks_freed_too_early_keep_their_generation_when_they_are_reused() -> Iterator[None]:
+    def hand_out(original: Any, self: BlockPool) -> BlockId:
+        before = list(self._generations)  # type: ignore[call-overload]
+        block: BlockId = original(self)
+        self._generations[block] = before[block]
+        return block
+
+    def without_secret(pool: PoolMemory, refs: Sequence[BlockRef], secret: bytes) -> None:
+        check_generations(refs, pool.generations)
+
+    with (
+        _freed_early(),
+        _around(BlockPool, "_hand_out", hand_out),
+        patch.object(kv_transfer.memory, "check_readable", without_secret),
+    ):
+        yield
 
 
 # --- attempts and failover -----------------------------------------------------------------------------------

@@ -158,6 +158,12 @@ class NodeProcess(Running):
         return self.host.engine
 
     @property
+    def address(self) -> str | None:
+        """Where it is called, once it is."""
+        server = None if self.host is None else self.host._server
+        return None if server is None else server.address
+
+    @property
     def calls(self) -> list[Any]:
         """The shells of its open calls."""
         return list(getattr(self.node, "_calls", {}).values())

@@ -184,7 +184,7 @@ def draw_request(
         prompt=prompt,
         sampling=draw_sampling(rng, prompt, max_tokens),
         deadline_s=now_s() + (rng.uniform(0.02, 2.0) if rng.random() < 0.1 else LONG_S),
-        hangs_up_after=rng.randint(0, 6) if rng.random() < 0.12 else None,
+        hangs_up_after=rng.choice((0, 1, 1, rng.randint(2, 6))) if rng.random() < 0.15 else None,
         stops_after=rng.randint(1, 6) if rng.random() < 0.1 else None,
         now_s=now_s,
         tell=tell,

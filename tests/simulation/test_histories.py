@@ -1,5 +1,6 @@
 """Whole clusters under faults, seed by seed; `make simulate-faults` runs many more."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +38,7 @@ def test_a_history_is_the_same_in_another_process() -> None:
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=Path(__file__).parents[2],
-        env={"PYTHONHASHSEED": "12345", "OMP_NUM_THREADS": "1", "PATH": ""},
+        env={**os.environ, "PYTHONHASHSEED": "12345"},
         capture_output=True,
         text=True,
         timeout=50,

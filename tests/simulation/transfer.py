@@ -8,6 +8,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,12 @@ from tests.simulation.virtual_time import pause
 STALL_S = 0.8
 """A read that gets no byte for so long gives its owner up."""
 _LOOK_S = 0.2
+_NONSENSE = 0xA5
+"""What a read that did not end well leaves in its blocks, in its last moment."""
+
+
+class _SimulatedStaleError(StaleBlockError):
+    """Nothing was reused."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,21 +56,29 @@ class DataPlane:
         self.pairs: Counter[tuple[Incarnation, Incarnation]] = Counter()
         """The same by (owner, reader)."""
         self.num_stale = 0
-        """Reads that found a block reused."""
+        """Reads that somebody still wanted and that found a block reused."""
+        self.ambush: Callable[[], None] | None = None
+        """Done once, in the middle of the next read."""
         self._inner = MemoryTransport()
+
+    def spring(self) -> None:
+        act, self.ambush = self.ambush, None
+        if act is not None:
+            asyncio.get_running_loop().call_soon(act, context=Context())
 
     def serve(self, pool: PoolMemory) -> BlockServer:
         return self._inner.serve(pool)
 
     def reader(self, offer: Offer, *, owner: Incarnation, pool: PoolMemory) -> "SimulatedReader":
-        return SimulatedReader(self, self._inner.reader(offer, owner=owner, pool=pool), (owner, pool.incarnation))
+        return SimulatedReader(self, self._inner.reader(offer, owner=owner, pool=pool), pool, owner)
 
 
 class SimulatedReader:
-    def __init__(self, plane: DataPlane, inner: BlockReader, pair: tuple[Incarnation, Incarnation]) -> None:
+    def __init__(self, plane: DataPlane, inner: BlockReader, pool: PoolMemory, owner: Incarnation) -> None:
         self._plane = plane
         self._inner = inner
-        self._pair = pair
+        self._pool = pool
+        self._pair = (owner, pool.incarnation)
 
     async def open(self) -> None:
         if self._plane.rng.random() < self._plane.faults.no_connection:
@@ -80,6 +95,11 @@ class SimulatedReader:
         is_stubborn = plane.rng.random() < plane.faults.stubborn
         try:
             await settled(copying, lambda: None if is_stubborn else _stop(copying))
+        except (asyncio.CancelledError, TransferError) as error:
+            plane.num_stale += isinstance(error, StaleBlockError) and not isinstance(error, _SimulatedStaleError)
+            for block in into:
+                self._pool.blocks[block] = _NONSENSE
+            raise
         finally:
             plane.reading[self._pair[1]] -= 1
             plane.pairs[self._pair] -= 1
@@ -95,16 +115,14 @@ class SimulatedReader:
         is_stale = rng.random() < faults.stale
         for index, (ref, block) in enumerate(zip(refs, into, strict=True)):
             await pause(faults.block_s * slowness * rng.random())
+            if index == len(refs) // 2:
+                plane.spring()
             await self._reach()
             if index == fails_at:
                 raise TransferError("simulated: the read failed")
-            try:
-                await self._inner.read([ref], [block], **secrets)
-            except StaleBlockError:
-                plane.num_stale += 1
-                raise
+            await self._inner.read([ref], [block], **secrets)
         if is_stale:
-            raise StaleBlockError("simulated: a block was reused")
+            raise _SimulatedStaleError("simulated: a block was reused")
 
     async def _reach(self) -> None:
         """Waits for an owner that does not answer, for a while."""

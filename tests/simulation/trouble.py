@@ -3,12 +3,21 @@
 import random
 from collections.abc import Callable
 
+from common.messages import Role
 from common.rpc.carrier import Faults
+from tests.simulation.processes import NodeProcess
 from tests.simulation.transfer import ReadFaults
 from tests.simulation.virtual_time import pause
 from tests.simulation.world import World
 
 CALM_LINKS = Faults(delay_s=0.0005, jitter_s=0.0005)
+BAD_WEATHER = (
+    Faults(delay_s=0.0005, duplicate=0.2),
+    Faults(delay_s=0.0005, reorder=0.02, late_s=0.02),
+    Faults(delay_s=0.0005, drop=0.01),
+    Faults(delay_s=0.02, jitter_s=0.02),
+)
+"""On all links, while the history lasts."""
 
 
 class Trouble:
@@ -20,9 +29,11 @@ class Trouble:
         self._acts: list[tuple[int, Callable[[], None]]] = [
             (5, self._kill),
             (2, self._stop),
+            (4, self._drain),
             (4, self._freeze),
             (3, self._cut),
-            (4, self._half_cut),
+            (3, self._half_cut),
+            (6, self._half_open),
             (3, self._partition),
             (5, self._bad_link),
             (5, self._bad_reads),
@@ -31,7 +42,13 @@ class Trouble:
     def act(self) -> None:
         weights = [weight for weight, _ in self._acts]
         act = self._rng.choices([act for _, act in self._acts], weights)[0]
-        if len(self._world.places) > 1:
+        if self._rng.random() < 0.4:
+            self._world.plane.ambush = lambda: self._do(act)
+        else:
+            self._do(act)
+
+    def _do(self, act: Callable[[], None]) -> None:
+        if len(self._world.places) > 1 and not self._world.is_healed:
             act()
 
     # --- processes --------------------------------------------------------------------------------------
@@ -64,6 +81,23 @@ class Trouble:
             await self._world.stop(name)
             await pause(0.2)
             self._start(name)
+
+        self._world.act(restart())
+
+    def _drain(self) -> None:
+        """As in a rolling restart: the node's work moves or ends, then another process takes its place."""
+        nodes = [one for one in self._world.awake() if isinstance(one, NodeProcess) and one.address is not None]
+        busy = [one for one in nodes if one.role is Role.DECODE and one.engine.stats().num_running]
+        if not nodes:
+            return
+        node = self._rng.choice(busy if busy and self._rng.random() < 0.8 else nodes)
+        name, timeout_s = node.name, self._rng.choice((0.1, 1.0))
+
+        async def restart() -> None:
+            await self._world.drain(name, timeout_s)
+            if self._world.places.get(name) is node and not node.is_frozen:
+                await self._world.stop(name)
+                self._start(name)
 
         self._world.act(restart())
 
@@ -115,6 +149,15 @@ class Trouble:
         self._world.tell(f"half cut {one} - {other}")
         places = self._world.places
         self._world.network.half_cut(places[one].incarnation, places[other].incarnation)
+
+    def _half_open(self) -> None:
+        """The side that serves notices at once, the one that calls only that it hears nothing any more."""
+        one, other = self._pair()
+        self._world.tell(f"half open {one} - {other}")
+        network, places = self._world.network, self._world.places
+        pair = places[one].incarnation, places[other].incarnation
+        network.half_open(*pair)
+        self._later(self._rng.choice((0.5, 1.5)), lambda: network.set_faults(CALM_LINKS, *pair))
 
     def _partition(self) -> None:
         one, other = self._pair()

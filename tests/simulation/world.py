@@ -6,7 +6,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from common.messages import Incarnation, NodeState, Role, Route, Routed
+from common.errors import BatonError
+from common.messages import Drain, Incarnation, NodeId, NodeState, Role, Route, Routed
 from common.rpc.call import LinkTimes
 from common.rpc.carrier import Faults
 from coordinator.gateway.relay import Relay
@@ -48,6 +49,7 @@ class World(Surroundings):
         network = SimulatedNetwork(loop=loop, times=TIMES, seed=seed)
         super().__init__(loop, network, DataPlane(rng, self._is_blocked))
         self.coordinators = tuple(f"tcp://coordinator-{n}:7070" for n in range(shape.num_coordinators))
+        self.operator = network.client(node=NodeId("operator"), incarnation=Incarnation("operator"))
         self.places: dict[str, Running] = {}
         self.dead: list[Running] = []
         self.requests: list[Request] = []
@@ -123,6 +125,23 @@ class World(Surroundings):
         await running.stop()
         self.network.forget(running.incarnation)
         self.tell(f"stopped {name}")
+
+    async def drain(self, name: str, timeout_s: float) -> None:
+        """Until it is empty, or cannot be reached."""
+        node = self.places[name]
+        assert isinstance(node, NodeProcess)
+        if node.address is None:
+            return
+        self.tell(f"drain {name} within {timeout_s} s")
+        body = Drain(timeout_s)
+        try:
+            async with self.operator.open(
+                node.address, body, incarnation=node.incarnation, timeout_s=timeout_s + 3.0
+            ) as call:
+                async for progress in call:
+                    self.tell(f"{name}: {progress}")
+        except BatonError as error:
+            self.tell(f"drain of {name} failed: {error.message}")
 
     def freeze(self, name: str) -> None:
         self.tell(f"freeze {name}")
