@@ -437,7 +437,7 @@ class BlocksReady(Message, frozen=True):
     """
 
     owner: Incarnation
-    first: int
+    first: AtLeastZero
     refs: tuple[BlockRef, ...]
     secret: bytes = b""
 

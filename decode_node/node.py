@@ -257,7 +257,14 @@ class _GenerateShell:
             self._prefill = call
             async for item in call:
                 assert isinstance(item, BlocksReady | PrefillDone | HandedOver)
+                self._check(item)
                 self.feed(item)
+
+    def _check(self, item: BlocksReady | PrefillDone | HandedOver) -> None:
+        """What a model of ours could not have drawn must reach no engine: on a GPU it would end all requests."""
+        drawn = [item.token] if isinstance(item, PrefillDone) else item.tokens if isinstance(item, HandedOver) else []
+        if not all(0 <= token < self._host.limits.vocab_size for token in drawn):
+            raise IncompatibleError("the other node drew a token that this model has not")
 
     def _prefill_ended(self, task: asyncio.Task[None]) -> None:
         error = _error_of(task)  # looked at in any case, lest the loop complains about an error nobody saw

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from common.errors import ContextLengthError, OverloadedError
-from common.messages import NodeAddress, Role, Routed
+from common.messages import Incarnation, NodeAddress, NodeId, Prefill, PrefillDone, Role, Routed
+from common.rpc.base import IncomingCall
 from tests.caller import Answer
 from tests.cluster.cluster import TIMES, Cluster
 from tests.cluster.requests import Requests, gateway
@@ -177,3 +178,23 @@ async def test_a_prompt_that_was_given_up_is_gone_on_with_when_it_comes_again(
     await request.finishes_rightly(num_attempts=1)
     assert request.session.cached_tokens == 192
     assert prefill.brake.num_tokens == 200
+
+
+# --- a prefill node of another mind ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token", [-1, 10**9])
+async def test_a_token_that_the_model_has_not_is_taken_from_nobody(cluster: Cluster, token: int) -> None:
+    async def draws_nonsense(call: IncomingCall) -> None:
+        call.send(PrefillDone(token=token))
+        async for _ in call:
+            pass
+
+    await cluster.start(Role.DECODE, "decode-0")
+    rogue = NodeAddress(NodeId("rogue"), Incarnation("f" * 32), "tcp://rogue:1")
+    server = await cluster.network.serve(
+        rogue.address, {Prefill: draws_nonsense}, node=rogue.node, incarnation=rogue.incarnation
+    )
+    answer = await cluster.caller.ask(prompt(40), 8, routed=Routed(address_of(cluster, "decode-0"), rogue))
+    assert answer.tokens == cluster.expected(prompt(40))
+    await server.close()
