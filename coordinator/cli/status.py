@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import sys
 from collections.abc import Callable
 from typing import Annotated
@@ -57,9 +58,12 @@ def main(
 def seconds(text: str, flag: str) -> float:
     """A flag's value. BadParameter in words of our own."""
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no number of seconds", param_hint=flag) from None
+        value = math.nan
+    if not value >= 0:  # nan is neither
+        raise typer.BadParameter(f"{text!r} is no number of seconds from 0 on", param_hint=flag)
+    return value
 
 
 async def each_view(network: Network, coordinator: str, show: Callable[[View], bool], *, timeout_s: float) -> None:

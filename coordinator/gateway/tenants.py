@@ -10,11 +10,14 @@ A tenant's salt goes into the hash of every block: another tenant's cached prefi
 comes from the tenant's name and the file's secret, so it outlives keys, and gateways with equal files agree.
 """
 
+import fcntl
 import hashlib
 import hmac
 import os
 import secrets
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -129,6 +132,11 @@ def add_key(path: Path, name: str, priority: Priority | None) -> str:
 
     `priority` None leaves the tenant's class as it is. ConfigError if the name is none or the file cannot be written.
     """
+    with _alone(path):
+        return _add_key(path, name, priority)
+
+
+def _add_key(path: Path, name: str, priority: Priority | None) -> str:
     file = read(path) if path.exists() else KeyFile(secrets.token_bytes(_SECRET_BYTES).hex(), {})
     key = f"sk-baton-{secrets.token_urlsafe(_SECRET_BYTES)}"
     entry = file.tenants.setdefault(name, TenantEntry([]))
@@ -151,6 +159,21 @@ def _toml(file: KeyFile) -> str:
         keys = "".join(f'    "{key}",\n' for key in entry.keys)
         parts.append(f'[tenants."{name}"]\nkeys = [\n{keys}]\npriority = "{entry.priority}"\n')
     return "\n".join(parts)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Nobody else changes the file meanwhile: a key that was printed must not be lost to another's copy of before."""
+    try:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)  # the file itself is replaced, a lock on it lost
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    try:
+        with suppress(OSError):  # a network's file system may know no locks
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _write(path: Path, text: str) -> None:

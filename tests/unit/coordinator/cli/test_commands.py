@@ -100,10 +100,11 @@ def test_audit_without_a_coordinator_says_so_and_exits_with_2() -> None:
     assert done.stderr.startswith(f"baton: no coordinator at {_NOBODY} (")
 
 
-def test_status_says_what_is_wrong_with_its_own_flags() -> None:
-    done = baton("status", "--timeout", "soon")
+@pytest.mark.parametrize("value", ["soon", "nan", "-1"])
+def test_status_says_what_is_wrong_with_its_own_flags(value: str) -> None:
+    done = baton("status", f"--timeout={value}")
     assert done.returncode == 2
-    assert "'soon' is no number of seconds" in done.stderr
+    assert f"'{value}' is no number of seconds" in done.stderr
 
 
 def test_keys_new_makes_a_folder_that_its_owner_alone_reads_and_says_what_to_do_with_it(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,13 @@ def test_the_command_makes_a_file_for_its_owner_alone_that_holds_no_key(file: Pa
     assert (first.name, other.name) == ("acme", "other.org")
     assert len(first.salt) == len(other.salt) == 16
     assert first.salt != other.salt
+
+
+def test_keys_that_are_made_at_the_same_time_all_count(file: Path) -> None:
+    with ThreadPoolExecutor(max_workers=8) as makers:
+        keys = list(makers.map(lambda number: add_key(file, f"tenant-{number % 4}", None), range(64)))
+    tenants = ApiKeys(str(file), ManualClock())
+    assert [tenants.tenant_of(f"Bearer {key}").name for key in keys] == [f"tenant-{number % 4}" for number in range(64)]
 
 
 def test_the_command_refuses_what_is_no_class(file: Path) -> None:
