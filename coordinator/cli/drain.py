@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -9,7 +10,7 @@ import typer
 from common.clock import new_id
 from common.config import CoordinatorConfig
 from common.errors import BatonError, NodeError, PeerLostError
-from common.messages import Drain, DrainProgress, Incarnation, NodeCard, NodeId, View, Watch
+from common.messages import Drain, DrainProgress, Incarnation, NodeCard, NodeId, NodeState, View, Watch
 from common.rpc.base import Client, Network
 from coordinator.cli import links
 from coordinator.cli.status import seconds
@@ -30,12 +31,13 @@ def main(
 ) -> None:
     """Take nodes out of service, one after the other: no new work, what runs moves to a peer or finishes.
 
-    A drained node ends by itself with exit code 0, and whoever supervises it may start it again. Ctrl-C puts a node
-    that is not empty yet back into service. Exit 1 if a node was not drained, 2 if no coordinator answers.
+    A drained node ends by itself with exit code 0, and whoever supervises it may start it again. The last node of its
+    kind waits, for SECONDS at most, until one of those drained before it is back. Ctrl-C puts a node that is not empty
+    yet back into service. Exit 1 if a node was not drained, 2 if no coordinator answers.
     """
     timeout_s = seconds(timeout, "--timeout")
     try:
-        failures = asyncio.run(_drain(links.network(keys), coordinator, nodes, timeout_s=timeout_s))
+        failures = asyncio.run(drain_in_turn(links.network(keys), coordinator, nodes, timeout_s=timeout_s))
     except (NodeError, TimeoutError) as error:
         reason = error.message if isinstance(error, NodeError) else f"no answer within {_ANSWER_S:g} s"
         print(
@@ -49,26 +51,60 @@ def main(
     raise SystemExit(1 if failures else 0)
 
 
-async def _drain(network: Network, coordinator: str, names: list[str], *, timeout_s: float) -> int:
+async def drain_in_turn(network: Network, coordinator: str, names: Sequence[str], *, timeout_s: float) -> int:
     """How many were not drained."""
     client = network.client(node=NodeId("drain"), incarnation=Incarnation(new_id()))
+    drained: list[NodeCard] = []
     try:
-        async with asyncio.timeout(_ANSWER_S):
-            cards = await _cards(client, coordinator)
-        failures = 0
         for name in names:
-            failures += not await _drain_one(client, cards, name, timeout_s)
-        return failures
+            nodes = await _nodes_without(client, coordinator, name, drained, timeout_s)
+            if nodes is not None and await _drain_one(client, nodes, name, timeout_s):
+                drained.append(nodes[name])
+        return len(names) - len(drained)
     finally:
         await client.close()
 
 
-async def _cards(client: Client, coordinator: str) -> dict[str, NodeCard]:
-    async with client.open(coordinator, Watch()) as call:
-        async for item in call:
-            assert isinstance(item, View)
-            return {view.card.node: view.card for view in item.nodes}
+async def _nodes_without(
+    client: Client, coordinator: str, name: str, drained: Sequence[NodeCard], timeout_s: float
+) -> dict[str, NodeCard] | None:
+    """The cluster once it can spare this node, None if that takes too long."""
+    has_spoken = False
+    try:
+        async with asyncio.timeout(_ANSWER_S) as patience, client.open(coordinator, Watch()) as call:
+            async for item in call:
+                assert isinstance(item, View)
+                if not _is_last(name, item, drained):
+                    return {node.card.node: node.card for node in item.nodes}
+                if not has_spoken:
+                    print(f"{name}: waits until another node can do its work", flush=True)
+                    patience.reschedule(asyncio.get_running_loop().time() + timeout_s)
+                    has_spoken = True
+    except TimeoutError:
+        if not has_spoken:
+            raise
+        print(
+            f"baton: {name} is not drained: no other node came to do its work within {timeout_s:g} s; "
+            "drain it by itself if it is to go all the same",
+            file=sys.stderr,
+        )
+        return None
     raise PeerLostError("it ended the watch")
+
+
+def _is_last(name: str, view: View, drained: Sequence[NodeCard]) -> bool:
+    """Is this the last node of its kind, now that others of it are drained? They are in view for a moment longer."""
+    work = {node.card.node: (node.card.role, node.card.model) for node in view.nodes}
+    if work.get(NodeId(name)) not in [(card.role, card.model) for card in drained]:
+        return False
+    gone = {card.incarnation for card in drained}
+    return not any(
+        node.state is NodeState.READY
+        and node.card.incarnation not in gone
+        and work[node.card.node] == work[NodeId(name)]
+        for node in view.nodes
+        if node.card.node != name
+    )
 
 
 async def _drain_one(client: Client, cards: dict[str, NodeCard], name: str, timeout_s: float) -> bool:

@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from common.errors import NodeError, UnavailableError
-from common.messages import Drain, DrainProgress, NodeState
-from tests.cluster.cluster import Cluster
+from common.messages import Drain, DrainProgress, NodeState, Role
+from coordinator.cli.drain import drain_in_turn
+from tests.cluster.cluster import COORDINATOR, Cluster
 from tests.cluster.requests import Request, Requests, gateway
 from tests.cluster.test_one_request import prompt
 from tests.faults.test_streams import hold_decode, release
@@ -273,3 +274,30 @@ async def test_a_second_drain_is_refused(cluster: Cluster, requests: Requests) -
     release(cluster)
     await request.finishes_rightly()
     await first
+
+
+async def test_nodes_named_in_one_command_go_one_at_a_time(
+    cluster: Cluster, requests: Requests, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await cluster.start_pools(decode=2)
+    names = ["prefill-0", "decode-0", "decode-1"]  # a kind's only node, and the first of two, wait for nobody
+    command = asyncio.create_task(drain_in_turn(cluster.network, COORDINATOR, names, timeout_s=5.0))
+    await cluster.until(lambda: "decode-1: waits until another node can do its work" in capsys.readouterr().out)
+    draining = {name: cluster.nodes[name].host.draining for name in names}
+    assert [draining[name].drained.is_set() for name in names] == [True, True, False]
+    assert not draining["decode-1"].is_draining
+    await requests.ask(prompt(40, 1)).finishes_rightly()
+    await cluster.stop("decode-0")
+    await cluster.start(Role.DECODE, "decode-0")
+    assert await command == 0
+    assert draining["decode-1"].drained.is_set()
+
+
+async def test_the_last_node_that_nobody_relieves_goes_on(
+    cluster: Cluster, requests: Requests, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await cluster.start_pools(decode=2)
+    assert await drain_in_turn(cluster.network, COORDINATOR, ["decode-0", "decode-1"], timeout_s=0.2) == 1
+    assert "decode-1 is not drained: no other node came to do its work within 0.2 s" in capsys.readouterr().err
+    assert not cluster.nodes["decode-1"].host.draining.is_draining
+    await requests.ask(prompt(40, 1)).finishes_rightly()
