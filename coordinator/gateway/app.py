@@ -17,7 +17,7 @@ from aiohttp import web
 from common import telemetry
 from common.clock import Clock, new_id
 from common.config import GatewayConfig
-from common.errors import BatonError, InternalError, ModelNotFoundError, RequestError
+from common.errors import BatonError, InternalError, ModelNotFoundError, RequestError, UnavailableError
 from common.messages import Origin, Priority, RequestId, Sampling
 from common.model.tokenizer import Tokenizer
 from common.rpc.base import Client
@@ -36,6 +36,8 @@ log = telemetry.logger(__name__)
 
 BODY_TIMEOUT_S = 60.0
 """For a client to send its whole body."""
+LAST_WORDS_S = 0.5
+"""How long what a stopping gateway still has to say may take."""
 LONG_BODY_BYTES = 4 << 10
 """Beyond this a prompt is tokenised on a thread: it would hold up everybody's tokens."""
 MAX_LABEL_CHARS = 128
@@ -63,7 +65,9 @@ class Gateway:
         self._page = (Path(__file__).parent / "page" / "index.html").read_text(encoding="utf-8")
         self._api_keys = ApiKeys(config.api_keys, clock)
         self.metrics = GatewayMetrics()
-        self._live: dict[RequestId, None] = {}
+        self._live: dict[RequestId, Relay | None] = {}
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
         self.is_stopping = False
 
     @property
@@ -74,6 +78,25 @@ class Gateway:
     @property
     def num_in_flight(self) -> int:
         return len(self._live)
+
+    async def finish(self, within_s: float) -> None:
+        """Take no more requests, wait for those in flight, and end those that take longer with an error."""
+        self.is_stopping = True
+        if await self._idle_within(within_s):
+            return
+        log.warning("requests cut short", count=len(self._live), after_s=within_s)
+        for relay in list(self._live.values()):
+            if relay is not None:
+                relay.stop()
+        await self._idle_within(LAST_WORDS_S)
+
+    async def _idle_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._is_idle.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._edge], client_max_size=self._config.max_body_bytes)
@@ -98,6 +121,8 @@ class Gateway:
 
     async def _generate(self, request: web.Request, parse: Callable[[bytes], openai.Asked]) -> web.StreamResponse:
         arrived_s = self._clock.now_s()
+        if self.is_stopping:  # on a connection from before
+            raise UnavailableError("this gateway is being stopped", retry_after_s=1.0)
         body = await self._body(request)
         asked = parse(body)
         origin = request[_TENANT].origin(asked.priority or wishes.priority_of(request.headers) or Priority.NORMAL)
@@ -120,10 +145,13 @@ class Gateway:
         )
         answer = self._answer(request, asked, envelope, text)
         self._live[session.id] = None
+        self._is_idle.clear()
         try:
             return await self._serve(request, session, answer)
         finally:
             del self._live[session.id]
+            if not self._live:
+                self._is_idle.set()
             answer.close()
             self._account(request, session, answer.error, num_output_tokens=text.num_tokens)
 
@@ -195,6 +223,7 @@ class Gateway:
             clock=self._clock,
             metrics=self.metrics,
         )
+        self._live[session.id] = relay
         await relay.run()
         try:
             # A reader that does not take the end of its answer has until the request's deadline.

@@ -26,6 +26,7 @@ from coordinator.gateway.session_events import (
     Deliver,
     Fail,
     Finish,
+    GatewayStopping,
     OpenAttempt,
     Prepared,
     RouteArrived,
@@ -84,20 +85,34 @@ class Relay:
         self._seen = 0
         """The cluster's changes before the route was last asked for."""
         self._successor: Successor | None = None
+        self._task: asyncio.Task[object] | None = None
+        self._is_stopping = False
 
     async def run(self) -> None:
         """Until the session has ended. Raises CancelledError or ConnectionResetError if the client has gone."""
+        self._task = asyncio.current_task()
         try:
             await self._run()
         finally:
+            self._task = None
             await self._drop_successor()
+
+    def stop(self) -> None:
+        """End the request now, with an error that says that it is the gateway which goes."""
+        if self._task is not None:
+            self._is_stopping = True
+            self._task.cancel()
 
     async def _run(self) -> None:
         session = self._session
         try:
             async with asyncio.timeout(session.deadline_s - self._clock.now_s()) as deadline:
                 await self._work(session.handle(Prepared(self._clock.now_s())))
-        except (asyncio.CancelledError, ConnectionResetError):
+        except (asyncio.CancelledError, ConnectionResetError) as error:
+            if self._is_stopping and isinstance(error, asyncio.CancelledError) and self._task is not None:
+                self._task.uncancel()
+                await self._work(session.handle(GatewayStopping(self._clock.now_s())))
+                return
             session.handle(ClientGone(self._clock.now_s()))
             raise
         except Exception as error:  # an edge: one request's bug is its own

@@ -18,7 +18,7 @@ from common.model.store import resolve
 from common.model.tokenizer import Tokenizer
 from common.rpc.base import Client, IncomingCall, Network, Server
 from common.tasks import ended
-from coordinator.gateway.app import Gateway
+from coordinator.gateway.app import LAST_WORDS_S, Gateway
 from coordinator.gateway.connection import GatewayRunner
 from coordinator.gateway.watch import ClusterWatch
 
@@ -58,12 +58,12 @@ async def serve(
             gateway.app(),
             access_log=None,
             handler_cancellation=True,
-            shutdown_timeout=config.drain_s,
+            shutdown_timeout=LAST_WORDS_S,  # for what `finish` left
             keepalive_timeout=75.0,
         )
         await runner.setup()
         resources.push_async_callback(runner.cleanup)
-        url = await _listen(runner, config)
+        site, url = await _listen(runner, config)
         cluster.card = GatewayCard(name, incarnation, server.address, url, model, os.uname().nodename, os.getpid())
         watching.append(asyncio.create_task(cluster.run(), name="watch"))
         log.info("serving", url=url, model=model)
@@ -72,7 +72,8 @@ async def serve(
         try:
             await asyncio.gather(*watching)
         finally:
-            gateway.is_stopping = True
+            await site.stop()
+            await gateway.finish(config.drain_s)
 
 
 def _check_bind(config: GatewayConfig) -> None:
@@ -89,9 +90,10 @@ def _tokenizer_of(model: str) -> Tokenizer:
     return Tokenizer.from_folder(resolve(model))
 
 
-async def _listen(runner: web.AppRunner, config: GatewayConfig) -> str:
+async def _listen(runner: web.AppRunner, config: GatewayConfig) -> tuple[web.TCPSite, str]:
+    site = web.TCPSite(runner, config.host, config.port)
     try:
-        await web.TCPSite(runner, config.host, config.port).start()
+        await site.start()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
@@ -100,7 +102,7 @@ async def _listen(runner: web.AppRunner, config: GatewayConfig) -> str:
             ) from error
         raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror or error}") from error
     host, port = runner.addresses[0][:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return site, f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _holdings(name: NodeId, incarnation: Incarnation, server: Server, client: Client, gateway: Gateway) -> Holdings:

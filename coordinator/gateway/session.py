@@ -59,6 +59,7 @@ from coordinator.gateway.session_events import (
     Exclusion,
     Fail,
     Finish,
+    GatewayStopping,
     OpenAttempt,
     Outcome,
     Prepared,
@@ -162,6 +163,8 @@ class Session:
                 return commands
             case DeadlinePassed(at_s):
                 return [*self._cancel(), *self._fail(at_s, DeadlineError("the request's deadline has passed"))]
+            case GatewayStopping(at_s):
+                return [*self._cancel(), *self._fail(at_s, UnavailableError("this gateway is being stopped"))]
             case _:
                 assert_never(event)
 

@@ -108,6 +108,13 @@ class DeadlinePassed:
     at_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class GatewayStopping:
+    """This gateway ends, and has waited for the request as long as it may."""
+
+    at_s: float
+
+
 SessionEvent = (
     Prepared
     | RouteArrived
@@ -119,6 +126,7 @@ SessionEvent = (
     | StopStringFound
     | ClientGone
     | DeadlinePassed
+    | GatewayStopping
 )
 
 # --- commands ---------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from tests.unit.coordinator.gateway.conftest import (
     StartGateway,
     chat_body,
     chunks_of,
+    events_of,
 )
 
 Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
@@ -214,6 +215,48 @@ async def test_a_gateway_that_stops_lets_answers_end(gateway: RunningGateway) ->
     assert status == 200
     with pytest.raises(asyncio.CancelledError):
         await gateway.task
+
+
+@pytest.mark.parametrize("num_tokens", [0, 2])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_gateway_that_must_go_ends_what_takes_longer_with_an_error(
+    start_gateway: StartGateway, stream: bool, num_tokens: int
+) -> None:
+    gateway = await start_gateway(drain_s=0.05)
+    gateway.cluster.generate = hangs(gateway.tokenizer.encode("one two")[:num_tokens])
+    running = asyncio.create_task(gateway.chat(stream=stream))
+    await gateway.cluster.until(lambda: gateway.cluster.num_generating == 1)
+    gateway.task.cancel()
+    status, body, headers = await running
+    if stream and num_tokens:
+        *_, last = events_of(body)
+        assert status == 200
+        assert "being stopped" in json.loads(last)["error"]["message"]
+    else:
+        assert (status, headers["Retry-After"]) == (503, "1")
+        assert "being stopped" in body["error"]["message"]
+    with pytest.raises(asyncio.CancelledError):
+        await gateway.task
+
+
+async def test_a_stopping_gateway_refuses_what_comes_on_old_connections(
+    gateway: RunningGateway, connect: Connect
+) -> None:
+    go_on = asyncio.Event()
+    gateway.cluster.generate = says(gateway.tokenizer.encode("one"), before=go_on.wait)
+    reader, writer = await connect()
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    await reader.readuntil(b"\r\n\r\n")
+    running = asyncio.create_task(gateway.chat())
+    await gateway.cluster.until(lambda: gateway.cluster.num_generating == 1)
+    gateway.task.cancel()
+    await asyncio.sleep(0)
+    writer.write(http(chat_body()))
+    async with asyncio.timeout(WITHIN_S):
+        assert b" 503 " in await reader.readuntil(b"Retry-After: 1\r\n")
+    go_on.set()
+    assert (await running)[0] == 200
+    writer.close()
 
 
 async def test_a_taken_port_is_named_with_what_to_do(gateway: RunningGateway, tokenizer: Tokenizer) -> None:
