@@ -11,7 +11,8 @@
    more is late news and is dropped.
 2. A name belongs to the newest process that claims it. The older one is told and never comes back, whatever
    it does: an incarnation that was replaced once stays replaced.
-3. The same process on a new connection is the same node; only its connection changes.
+3. The same process on a new connection is the same node; only its connection changes. It has one name: who takes
+   another gives up the first.
 4. INCOMPATIBLE wins over STALLED wins over DRAINING wins over READY. Only READY nodes are routed to. A draining node
    is one of its model like any other when cards are compared.
 5. A node is STALLED while its last report is older than `silence_s` or says that its engine has finished
@@ -146,6 +147,9 @@ class ClusterState:
         if card.incarnation in self._replaced:
             return [TellNode(connection, Registered(_taken(card)))]
         commands: list[ClusterCommand] = []
+        for other in [one for one in self._nodes.values() if one.card.incarnation == card.incarnation]:
+            if other.card.node != card.node:
+                commands += self._leave(other, f"calls itself {card.node} now", now_s)
         old = self._nodes.get(card.node)
         if old is not None and old.card.incarnation == card.incarnation:
             del self._connections[old.connection]
@@ -181,9 +185,10 @@ class ClusterState:
 
     def _lose(self, event: NodeLost, now_s: float) -> list[ClusterCommand]:
         node = self._node_of(event.connection)
-        if node is None:
-            return []
-        self._forget(node, "connection lost", now_s)
+        return [] if node is None else self._leave(node, "connection lost", now_s)
+
+    def _leave(self, node: NodeRecord, reason: str, now_s: float) -> list[ClusterCommand]:
+        self._forget(node, reason, now_s)
         # Without a misfit, and without one misfit less, the nodes that are left stand as they stood.
         if not node.misfit and any(peer.misfit for peer in self._peers(node.card.model)):
             return self._compare(node.card.model, now_s)

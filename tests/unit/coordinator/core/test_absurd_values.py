@@ -54,6 +54,7 @@ def event_of(frame: CallerFrame, number: int) -> ClusterEvent:
             return Ticked()
 
 
+@pytest.mark.filterwarnings("ignore:Generating overly large repr")
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.lists(FRAMES, min_size=5, max_size=15))
 def test_nonsense_breaks_nothing(frames: list[object]) -> None:

@@ -108,6 +108,16 @@ def test_a_replaced_process_never_comes_back(cluster: Cluster) -> None:
     assert cluster.state.view().nodes[0].card.incarnation == "new"
 
 
+def test_a_process_that_takes_another_name_gives_up_the_first(cluster: Cluster) -> None:
+    cluster.register(1, make_card("decode-0", incarnation="a"))
+    cluster.register(2, make_card("decode-1", incarnation="a"))
+    assert cluster.states() == {"decode-1": (NodeState.READY, "")}
+    cluster.register(3, make_card("decode-1", incarnation="b"))
+    assert cluster.states() == {"decode-1": (NodeState.READY, "")}
+    assert cluster.register(1, make_card("decode-0", incarnation="a")) != [TellNode(ConnectionId(1), Registered())]
+    assert list(cluster.states()) == ["decode-1"]
+
+
 def test_the_same_process_on_a_new_connection_is_the_same_node(cluster: Cluster) -> None:
     cluster.register(1, make_card("decode-0"))
     cluster.report(1, NodeLoad(num_running=3))
