@@ -107,6 +107,18 @@ class BatonUp:
                 assert answer.status == 200, document
                 return str(document["choices"][0]["text"])
 
+    async def command(self, name: str, *flags: str, within_s: float = 60.0) -> tuple[int, str]:
+        """Exit code and output of `baton NAME` for this cluster."""
+        process = await asyncio.create_subprocess_exec(
+            *(BATON, name, "--coordinator", self.coordinator, *flags),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        async with asyncio.timeout(within_s):
+            output, _ = await process.communicate()
+        assert process.returncode is not None
+        return process.returncode, output.decode()
+
     async def wait(self, *, within_s: float = 15.0) -> int:
         """Until `baton up` has ended by itself; its exit code."""
         async with asyncio.timeout(within_s):

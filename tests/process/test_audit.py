@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.process.cluster import BATON, BatonUp
+from tests.process.cluster import BatonUp
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]
 
@@ -16,21 +16,8 @@ NUM_STREAMS = 6
 NUM_AUDITS = 5
 
 
-async def audit(up: BatonUp, *flags: str) -> tuple[int, str]:
-    """Exit code and output."""
-    process = await asyncio.create_subprocess_exec(
-        *(BATON, "audit", "--coordinator", up.coordinator, *flags),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    async with asyncio.timeout(60):
-        output, _ = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, output.decode()
-
-
 async def audit_document(up: BatonUp, *flags: str) -> tuple[int, dict[str, Any]]:
-    status, output = await audit(up, "--json", *flags)
+    status, output = await up.command("audit", "--json", *flags)
     return status, json.loads(output)
 
 
@@ -44,7 +31,7 @@ async def test_an_idle_cluster_holds_nothing(standing_pair: BatonUp) -> None:
     assert [call["method"] for call in gateway["outgoing"]] == ["Watch"]
     [serving], [reading] = prefill["serving"], decode["reading"]
     assert (serving["peer"], reading["peer"]) == (decode["incarnation"], prefill["incarnation"])
-    status, text = await audit(standing_pair)
+    status, text = await standing_pair.command("audit")
     assert status == 0
     assert text.splitlines()[-1] == "Clean: everything that is held has a live owner."
 
@@ -77,10 +64,10 @@ async def test_a_frozen_node_is_a_finding_until_it_goes_on(baton_up: Callable[..
         frozen = up.children()["decode-0"]
         frozen.send_signal(signal.SIGSTOP)
         try:
-            status, text = await audit(up)
+            status, text = await up.command("audit")
         finally:
             frozen.send_signal(signal.SIGCONT)
         assert status == 1, text
         assert "does not answer: no answer within 2 s" in text
-        status, text = await audit(up, "--idle", "--wait", "20")
+        status, text = await up.command("audit", "--idle", "--wait", "20")
         assert status == 0, text

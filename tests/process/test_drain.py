@@ -7,7 +7,7 @@ from collections.abc import Callable
 import aiohttp
 import pytest
 
-from tests.process.cluster import BATON, BatonUp
+from tests.process.cluster import BatonUp
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -16,18 +16,6 @@ PROMPTS = [
 ]
 NUM_TOKENS = 300
 WHOLE_WITHIN_S = 90.0
-
-
-async def drain(up: BatonUp, *flags: str) -> tuple[int, str]:
-    process = await asyncio.create_subprocess_exec(
-        *(BATON, "drain", "--coordinator", up.coordinator, *flags),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    async with asyncio.timeout(60):
-        output, _ = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, output.decode()
 
 
 async def is_whole_again(up: BatonUp, *, after: int) -> None:
@@ -80,7 +68,7 @@ async def test_every_process_in_turn_under_load(
         clients = [asyncio.create_task(load.ask_on(prompt, done)) for prompt in PROMPTS]
         for name in ("decode-0", "prefill-0", "decode-1", "prefill-1"):
             num_lines = len(up.lines)
-            status, output = await drain(up, name, "--timeout", "30")
+            status, output = await up.command("drain", name, "--timeout", "30")
             assert (status, output.splitlines()[-1]) == (0, f"{name}: drained")
             await is_whole_again(up, after=num_lines)
         for name in ("coordinator", "gateway"):
@@ -95,6 +83,6 @@ async def test_every_process_in_turn_under_load(
 
 
 async def test_a_node_that_is_not_there_is_named(standing_pair: BatonUp) -> None:
-    status, output = await drain(standing_pair, "decode-7")
+    status, output = await standing_pair.command("drain", "decode-7")
     assert status == 1
     assert "there is no node 'decode-7'; there is " in output
