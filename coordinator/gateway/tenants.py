@@ -15,6 +15,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import stat
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -177,11 +178,16 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Whole or not at all. A file that was there keeps its owner and mode: its gateway must go on reading it."""
+    path = path.resolve()  # what a link leads to, not the link
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(text)
+            if path.exists():
+                before = path.stat()
+                os.fchown(file.fileno(), before.st_uid, before.st_gid)
+                os.fchmod(file.fileno(), stat.S_IMODE(before.st_mode))
         new.replace(path)
     except OSError as error:
         new.unlink(missing_ok=True)

@@ -50,6 +50,17 @@ def test_the_command_makes_a_file_for_its_owner_alone_that_holds_no_key(file: Pa
     assert first.salt != other.salt
 
 
+def test_a_file_that_is_extended_stays_where_and_as_it_is(file: Path, tmp_path: Path) -> None:
+    add_key(file, "acme", None)
+    file.chmod(0o640)
+    link = tmp_path / "link.toml"
+    link.symlink_to(file)
+    key = add_key(link, "acme", None)
+    assert link.is_symlink()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    assert ApiKeys(str(file), ManualClock()).tenant_of(f"Bearer {key}").name == "acme"
+
+
 def test_keys_that_are_made_at_the_same_time_all_count(file: Path) -> None:
     with ThreadPoolExecutor(max_workers=8) as makers:
         keys = list(makers.map(lambda number: add_key(file, f"tenant-{number % 4}", None), range(64)))
