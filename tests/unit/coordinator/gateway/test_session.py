@@ -27,6 +27,7 @@ from coordinator.gateway.session_events import (
     Deliver,
     Fail,
     Finish,
+    GatewayStopping,
     OpenAttempt,
     Prepared,
     RouteArrived,
@@ -217,6 +218,13 @@ def test_r8_a_deadline_cancels_and_fails() -> None:
     commands = session.handle(DeadlinePassed(200.0))
     assert commands[0] == CancelAttempt(1)
     assert isinstance(error_of([*commands]), DeadlineError)
+
+
+def test_r8_a_gateway_that_stops_cancels_and_fails() -> None:
+    session = running()
+    commands = session.handle(GatewayStopping(110.0))
+    assert commands[0] == CancelAttempt(1)
+    assert isinstance(error_of([*commands]), UnavailableError)
 
 
 def test_an_item_may_finish_without_tokens() -> None:

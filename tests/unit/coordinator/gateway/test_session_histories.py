@@ -28,6 +28,7 @@ from coordinator.gateway.session_events import (
     Deliver,
     Fail,
     Finish,
+    GatewayStopping,
     OpenAttempt,
     Prepared,
     RouteArrived,
@@ -177,9 +178,11 @@ class Lives(RuleBasedStateMachine):
             self.feed(event)
             assert (self.shown, self.terminal) == (shown, terminal)
 
-    @rule(event=st.sampled_from([StopStringFound, ClientGone, DeadlinePassed]))
+    @rule(event=st.sampled_from([StopStringFound, ClientGone, DeadlinePassed, GatewayStopping]))
     @precondition(lambda self: self.session.attempt > 0)
-    def end_from_outside(self, event: type[StopStringFound] | type[ClientGone] | type[DeadlinePassed]) -> None:
+    def end_from_outside(
+        self, event: type[StopStringFound] | type[ClientGone] | type[DeadlinePassed] | type[GatewayStopping]
+    ) -> None:
         self.left = self.left or (event is ClientGone and not self.terminal)
         self.feed(event(self.tick()))
 
@@ -245,11 +248,13 @@ class Lives(RuleBasedStateMachine):
             assert self.now_s + self.parked.at_most_s <= self.refused_since_s + limit_s + 0.051
 
     def may_fail(self, failure: Fail, after: SessionEvent) -> bool:
-        """An end that the budget, patience, the deadline or an error that nothing mends explains."""
+        """An end that the budget, patience, the deadline, our own end or an error that nothing mends explains."""
         limit_s = STREAM_PATIENCE_S if self.shown else PATIENCE_S
         is_impatient = self.refused_since_s is not None and self.now_s >= self.refused_since_s + limit_s
         is_spent = self.costly >= MAX_ATTEMPTS or self.moves > MAX_MOVES
         if is_impatient or is_spent or isinstance(failure.error, RequestError | DeadlineError):
+            return True
+        if isinstance(after, GatewayStopping):
             return True
         return (
             not self.shown
