@@ -13,7 +13,7 @@ from common.tasks import ended
 log = telemetry.logger(__name__)
 
 _FIRST_RETRY_S = 0.2
-_LAST_RETRY_S = 2.0
+_LAST_RETRY_S = 1.0  # a restarted coordinator is to know all nodes again within two seconds
 _HASTE = 0.1
 """While the cache's names are not all told, reports follow each other this much faster."""
 
