@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from coordinator.launcher.restarts import RestartPolicy
 from tests.chaos.faults import Fault, Kind
 from tests.chaos.proxy import Proxy
 from tests.process.footprint import Footprint
+from tests.process.parts import free_port
 
 NUM_COORDINATORS = 2
 _OUR_DOING = (0, -signal.SIGKILL, -signal.SIGTERM)
@@ -49,7 +49,7 @@ class ChaosCluster:
         self._config = UpConfig(
             prefill=prefill,
             decode=decode,
-            port=_free_port(),
+            port=free_port(),
             model=ModelConfig(model=model, served_name="chaos", threads=1),
             engine=EngineConfig(kv_cache_memory=parse_size(kv_cache_memory)),
         )
@@ -111,7 +111,7 @@ class ChaosCluster:
 
     async def _proxied(self, name: str) -> tuple[str, str]:
         """Where it listens, and the address by which everybody else knows it."""
-        port = _free_port()
+        port = free_port()
         proxy = self._proxies[name] = Proxy(port)
         address = f"tcp://127.0.0.1:{await proxy.start()}"
         self._life.push_async_callback(proxy.close)
@@ -204,9 +204,3 @@ def _send(pid: int, number: signal.Signals) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -20,6 +20,7 @@ from common.model.fake import FakeRunner, fake_layout, fake_oracle
 from common.node import NodeHost, new_incarnation
 from common.rpc.call import LinkTimes
 from common.rpc.memory import MemoryNetwork
+from common.tasks import ended
 from coordinator.auditor import Auditor
 from coordinator.core.record import Patience
 from coordinator.server import Coordinator
@@ -147,7 +148,7 @@ class Cluster:
         server = await coordinator.listen(address, self.network)
         self._life.push_async_callback(server.close)
         ticking = asyncio.create_task(coordinator.tick_forever())
-        self._life.push_async_callback(_cancelled, ticking)
+        self._life.push_async_callback(ended, ticking)
         return server.incarnation
 
     # --- nodes ---------------------------------------------------------------------------------------------
@@ -272,8 +273,3 @@ async def _a_moment() -> None:
     moment = asyncio.get_running_loop().create_future()
     asyncio.get_running_loop().call_later(0.002, lambda: moment.done() or moment.set_result(None))
     await moment
-
-
-async def _cancelled(task: "asyncio.Task[None]") -> None:
-    task.cancel()
-    await asyncio.wait([task])

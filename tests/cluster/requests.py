@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from common.clock import new_id
@@ -11,6 +11,7 @@ from common.errors import BatonError
 from common.messages import FinishReason, Incarnation, NodeId, RequestId, Sampling
 from common.model.fake import fake_oracle
 from common.rpc.client import ClientEndpoint
+from common.tasks import ended
 from coordinator.gateway.metrics import GatewayMetrics
 from coordinator.gateway.relay import Relay
 from coordinator.gateway.session import Outcome, Session, SessionStatus
@@ -159,7 +160,5 @@ async def gateway(cluster: Cluster) -> AsyncIterator[Requests]:
         yield requests
         await cluster.until(lambda: requests.client.num_calls <= 1)
     finally:
-        watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await watching
+        await ended(watching)
         await requests.client.close()

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import socket
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -15,6 +14,7 @@ import psutil
 from common.config import GatewayConfig
 from coordinator.launcher.plan import flags_of
 from tests.process import fake_nodes
+from tests.process.parts import free_port
 
 ROOT = Path(__file__).parents[2]
 READY_WITHIN_S = 60.0
@@ -60,7 +60,7 @@ class Front:
         assert nodes.stdout is not None
         self.coordinator = (await nodes.stdout.readline()).decode().strip()
         assert re.fullmatch(r"tcp://127\.0\.0\.1:\d+", self.coordinator), self._log.read_text()
-        port = _free_port()
+        port = free_port()
         config = GatewayConfig(
             model=str(self._folder),
             served_name=self.model,
@@ -113,8 +113,3 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
         process.terminate()
     async with asyncio.timeout(20.0):
         await process.wait()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

@@ -14,6 +14,7 @@ from common.model.fake import FakeRunner, fake_layout
 from common.node import NodeHost
 from common.rpc.base import Client, IncomingCall
 from common.rpc.carrier import Process
+from common.tasks import ended
 from coordinator.core.record import Patience
 from coordinator.gateway.metrics import GatewayMetrics
 from coordinator.gateway.watch import ClusterWatch
@@ -95,7 +96,7 @@ class CoordinatorProcess(Running):
         server = await self.coordinator.listen(self.address, self._world.network)
         life.push_async_callback(server.close)
         ticking = asyncio.create_task(self.coordinator.tick_forever())
-        life.push_async_callback(_ended, ticking)
+        life.push_async_callback(ended, ticking)
 
 
 class GatewayProcess(Running):
@@ -120,7 +121,7 @@ class GatewayProcess(Running):
         life.push_async_callback(self.server.close)
         self.watch.card = GatewayCard(name, self.incarnation, self.server.address, "", MODEL)
         watching = asyncio.create_task(self.watch.run())
-        life.push_async_callback(_ended, watching)
+        life.push_async_callback(ended, watching)
         self.is_serving = True
 
     async def _audit(self, call: IncomingCall) -> None:
@@ -227,8 +228,3 @@ def _at_once(work: Any) -> None:
     except StopIteration:
         return
     raise AssertionError("it waited")
-
-
-async def _ended(task: "asyncio.Task[Any]") -> None:
-    task.cancel()
-    await asyncio.wait([task])
