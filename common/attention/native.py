@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from common.attention.base import AttentionBatch, LayerSpec
-from common.attention.build import library
 from common.errors import ConfigError, InternalError
+from common.native.build import SOURCES, library
 
-_SOURCE = Path(__file__).parent / "csrc" / "attention.cpp"
+_SOURCE = SOURCES / "attention.cpp"
 _DTYPES = (torch.float32, torch.bfloat16)
 _MAX_HEAD_DIM = 4096
 

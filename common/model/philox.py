@@ -8,15 +8,14 @@ vocabulary can be drawn for, in any order, on any node.
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 from common import telemetry
-from common.attention.build import library
 from common.errors import ConfigError
+from common.native.build import SOURCES, library
 
 log = telemetry.logger(__name__)
 
@@ -28,7 +27,7 @@ _HALF = np.uint64(32)
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-_SOURCE = Path(__file__).parent / "csrc" / "philox.cpp"
+_SOURCE = SOURCES / "philox.cpp"
 
 
 def uniforms(

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from common.attention import native
-from common.attention.build import library
 from common.attention.native import NativeAttention, load_library
+from common.native.build import library
 from tests.unit.common.attention.scene import Scene, draw, plain_attention
 
 BF16 = torch.bfloat16

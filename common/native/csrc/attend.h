@@ -1,8 +1,6 @@
-// Paged attention over a block-major pool: store this step's K and V, then attend over the block table in place.
-//
-//   abi.h      what Python passes          tile.h     the arithmetic of a row (read its rules first)
-//   simd.h     vectors of floats           paged.h    one sequence and kv head, tile by tile
-//   workers.h  threads                     this file  a step: storing, dealing out the work
+// Attention of a whole step: storing its K and V, dealing out the work.
+
+#pragma once
 
 #include <vector>
 
@@ -56,23 +54,16 @@ bool attend_step(const Layer& layer, const Batch& batch, const Rows& rows, int t
     return enough_memory;
 }
 
-}  // namespace
 
 // Returns 0, or 1 when there was no memory for scratch.
-EXPORT int baton_attend(const Layer* layer, const Batch* batch, const Rows* rows, int threads) {
-    auto step = rows->is_bf16 ? (layer->pool_is_bf16 ? attend_step<bf16, bf16> : attend_step<bf16, float>)
-                              : (layer->pool_is_bf16 ? attend_step<float, bf16> : attend_step<float, float>);
+int attend(const Layer& layer, const Batch& batch, const Rows& rows, int threads) {
+    auto step = rows.is_bf16 ? (layer.pool_is_bf16 ? attend_step<bf16, bf16> : attend_step<bf16, float>)
+                             : (layer.pool_is_bf16 ? attend_step<float, bf16> : attend_step<float, float>);
     try {
-        return step(*layer, *batch, *rows, threads) ? 0 : 1;
+        return step(layer, batch, rows, threads) ? 0 : 1;
     } catch (const std::bad_alloc&) {
         return 1;
     }
 }
 
-// The kernel's own elementary functions, in place, for tests of their accuracy.
-EXPORT void baton_exp2(float* x, int64_t count) {
-    for (int64_t i = 0; i < count; i++) x[i] = exp2_nonpositive(x[i]);
-}
-EXPORT void baton_tanh(float* x, int64_t count) {
-    for (int64_t i = 0; i < count; i++) x[i] = tanh(splat(x[i]))[0];
-}
+}  // namespace

@@ -1,6 +1,6 @@
 """Compiles our C++ at first use and caches the library: same source, compiler, flags and CPU, same file.
 
-`python -m common.attention.build` does it ahead of time.
+`python -m common.native.build` does it ahead of time.
 """
 
 import fcntl
@@ -22,6 +22,8 @@ _FLAGS = (
     "-ffp-contract=off",  # the kernel says itself where a multiplication and an addition round once
 )
 _NATIVE = {"x86_64": ("-march=native",), "aarch64": ("-mcpu=native",)}
+SOURCES = Path(__file__).parent / "csrc"
+
 _COMPILERS = ("g++", "c++", "clang++")
 _COMPILE_TIMEOUT_S = 300.0
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from common.attention.build import cache_dir, compiler, library
 from common.errors import ConfigError
+from common.native.build import cache_dir, compiler, library
 
 
 @pytest.fixture
