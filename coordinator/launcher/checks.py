@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from common.errors import ConfigError
+from common.model import store
 
 # An empty runtime with torch and transformers imported, private to each node; the rest of the cluster.
 _NODE_BYTES = 350 << 20
@@ -61,7 +62,7 @@ def weight_bytes(folder: Path, dtype: str) -> tuple[int, int]:
 
     Weights are mapped from the files as they are; in another type than the files' each node makes its own.
     """
-    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    stored = sum(path.stat().st_size for path in store.weight_files(folder))
     config = json.loads((folder / "config.json").read_text())
     stored_dtype = config.get("dtype") or config.get("torch_dtype") or dtype
     if stored_dtype == dtype:

@@ -30,7 +30,7 @@ from common.engine.request import Chunk, EngineRequest, StepPlan
 from common.messages import BlockId, Incarnation, KVLayout, RequestId, Sampling
 from common.model.base import Runner
 from common.model.runner import load_runner
-from common.model.store import DEMO, Progress, resolve
+from common.model.store import DEMO, Progress, resolve, weight_files
 from tests.benchmarks.machine import Limits, seconds
 from tests.benchmarks.report import grid, median, number, run_part
 
@@ -97,7 +97,7 @@ class Work:
     @classmethod
     def of(cls, folder: Path) -> "Work":
         config = json.loads((folder / "config.json").read_text())
-        weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        weight_bytes = sum(path.stat().st_size for path in weight_files(folder))
         embedding = config["vocab_size"] * config["hidden_size"]
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         return cls(

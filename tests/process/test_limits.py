@@ -9,7 +9,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from common.model.store import resolve
+from common.model.store import resolve, weight_files
 from tests.process.cluster import BATON, BatonUp
 from tests.process.memory import empty_runtime, maps_library, memory_of
 from tests.process.questions import caller_of
@@ -37,7 +37,7 @@ async def demo(standing_demo: BatonUp) -> BatonUp:
 
 
 def weights_file() -> Path:
-    (file,) = resolve("demo").glob("*.safetensors")
+    (file,) = weight_files(resolve("demo"))
     return file
 
 
