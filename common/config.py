@@ -49,6 +49,10 @@ class EngineConfig:
     max_step_s: Annotated[
         float, Positive, Meta(description="A step that computes prompts aims to end within this.")
     ] = 0.5
+    policy: Annotated[
+        Literal["fcfs", "shortest", "priority", "deadline"],
+        Meta(description="Who goes first of one tenant's prompts; `priority`: classes one after the other, nearly."),
+    ] = "fcfs"
     max_waiting: Annotated[int, AtLeastOne, Meta(description="Requests that may queue; beyond is refused.")] = 1024
     max_waiting_tokens: Annotated[
         int, AtLeastOne, Meta(description="Tokens that may wait to be computed; beyond is refused.")

@@ -11,6 +11,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from importlib.metadata import PackageNotFoundError, version
+from math import inf
 from typing import Protocol, Self
 
 from msgspec.structs import replace
@@ -181,6 +182,11 @@ class NodeHost:
             num_waiting_tokens=num_waiting_tokens,
             tokens_per_s=self.engine.stats().tokens_per_s,
         )
+
+    def deadline_s(self, call: IncomingCall) -> float:
+        """When the call's time is over, on this node's clock; inf if never."""
+        left_s = call.remaining_s
+        return inf if left_s is None else self.clock.now_s() + left_s
 
     def engine_id(self) -> RequestId:
         """An id for one call's request in this engine."""

@@ -154,7 +154,13 @@ class _GenerateShell:
         self._host = host
         self._readers = readers
         self._call = call
-        self._role = GenerateCall(body, id=self.id, layout=host.memory.layout, now_s=host.clock.now_s())
+        self._role = GenerateCall(
+            body,
+            id=self.id,
+            layout=host.memory.layout,
+            now_s=host.clock.now_s(),
+            deadline_s=host.deadline_s(call),
+        )
         self._owner: NodeAddress | None = body.source or body.prefill
         self._request = body.request
         self._attempt = body.attempt

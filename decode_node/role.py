@@ -24,6 +24,8 @@
    it (MOVED) once it is, or when the time is over; what does not run yet it lets go of at once.
 """
 
+from math import inf
+
 from common.engine.events import Admit, Failed, Release, Reserve, Reserved
 from common.engine.request import EngineRequest, Progress
 from common.errors import BatonError, InternalError, InvalidTransition, MovedError, UnavailableError
@@ -80,10 +82,13 @@ _MOVES: dict[State, frozenset[State]] = {
 class GenerateCall:
     """The life of one Generate call; `history` is its account of time."""
 
-    def __init__(self, body: Generate, *, id: RequestId, layout: KVLayout, now_s: float) -> None:
+    def __init__(
+        self, body: Generate, *, id: RequestId, layout: KVLayout, now_s: float, deadline_s: float = inf
+    ) -> None:
         self._body = body
         self._id = id  # unique in this engine; the request's own id may come twice (another attempt)
         self._layout = layout
+        self._deadline_s = deadline_s
         self._tokens = list(body.tokens)  # prompt, delivered tokens, and what this call emitted
         self._blocks: tuple[BlockId, ...] = ()
         self._landed: list[bool] = []  # by block index of the reservation
@@ -137,7 +142,7 @@ class GenerateCall:
                 return self._admit(now_s)
             if self._num_wanted == 1:  # rule 6: its one token comes from prefill, nothing to reserve
                 return self._ask_prefill(now_s)
-        return [Reserve(self._id, list(self._tokens), self._body.origin)]
+        return [self._reserve()]
 
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
         if self.state is State.ENDED:
@@ -314,13 +319,16 @@ class GenerateCall:
             case State.RESERVING:
                 self._drop_blocks()
                 self._to_reserving(now_s)
-                return [Release(self._id), Reserve(self._id, list(self._tokens), self._body.origin)]
+                return [Release(self._id), self._reserve()]
             case State.DECODING:
                 return self._admit(now_s, num_computed=self._num_landed_tokens())
             case _:
                 self._drop_blocks()
                 self._move(State.ENDED, now_s)
                 return [Release(self._id), EndCall(self._end_error)]
+
+    def _reserve(self) -> Reserve:
+        return Reserve(self._id, list(self._tokens), self._body.origin, self._deadline_s)
 
     def _to_reserving(self, now_s: float) -> None:
         if self.state is not State.SETTLING:
@@ -339,6 +347,7 @@ class GenerateCall:
             num_computed=num_computed,
             num_cached=self.num_cached,
             origin=self._body.origin,
+            deadline_s=self._deadline_s,
         )
         self._drop_blocks()  # the scheduler's from here on
         self._move(State.DECODING, now_s)

@@ -74,7 +74,12 @@ class _PrefillShell:
         self._request = body.request
         self._secret = new_secret()
         self._role = PrefillCall(
-            body, id=self._id, incarnation=host.incarnation, secret=self._secret, now_s=host.clock.now_s()
+            body,
+            id=self._id,
+            incarnation=host.incarnation,
+            secret=self._secret,
+            now_s=host.clock.now_s(),
+            deadline_s=host.deadline_s(call),
         )
         self._ended: asyncio.Future[BatonError | None] = asyncio.get_running_loop().create_future()
 

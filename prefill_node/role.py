@@ -13,6 +13,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 
 from common.engine.events import Admit, Failed, Release
 from common.engine.request import EngineRequest, Progress
@@ -59,11 +60,21 @@ _MOVES: dict[State, frozenset[State]] = {
 class PrefillCall:
     """The life of one Prefill call; `history` is its account of time."""
 
-    def __init__(self, body: Prefill, *, id: RequestId, incarnation: Incarnation, secret: bytes, now_s: float) -> None:
+    def __init__(
+        self,
+        body: Prefill,
+        *,
+        id: RequestId,
+        incarnation: Incarnation,
+        secret: bytes,
+        now_s: float,
+        deadline_s: float = inf,
+    ) -> None:
         self._body = body
         self._id = id  # unique in this engine; the request's own id may come twice (another attempt)
         self._incarnation = incarnation
         self._secret = secret
+        self._deadline_s = deadline_s
         self.state = State.COMPUTING
         self.history: list[tuple[State, float]] = [(State.COMPUTING, now_s)]
 
@@ -77,6 +88,7 @@ class PrefillCall:
             stop_after_first=True,
             keep_blocks=True,
             origin=body.origin,
+            deadline_s=self._deadline_s,
         )
         return [Admit(request)]
 

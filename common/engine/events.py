@@ -6,6 +6,7 @@ prompt's bytes (decode), or computed and held for its reader (prefill). Leases a
 """
 
 from dataclasses import dataclass
+from math import inf
 
 import msgspec
 
@@ -22,6 +23,8 @@ class Reserve:
     request: RequestId
     tokens: list[int]
     origin: Origin = NOBODY
+    deadline_s: float = inf
+    """On the engine's clock."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,7 @@ class Engine:
             max_model_len=runner.max_model_len,
             admit_whole=admit_whole,
             root_of=self._root_of if config.prefix_cache else None,
+            policy=config.policy,
         )
         self._inbox: SimpleQueue[Command | None] = SimpleQueue()  # None: stop
         self._events: list[Event] = []
@@ -186,9 +187,9 @@ class Engine:
             case Release(request=id):
                 if not self._broken and self._scheduler.release(id):
                     self._said_starved = False
-            case Reserve(request=id, tokens=tokens, origin=origin):
+            case Reserve(request=id):
                 with self._refusing(id):
-                    self._scheduler.reserve(id, tokens, origin)
+                    self._scheduler.reserve(id, command.tokens, command.origin, deadline_s=command.deadline_s)
             case Admit(request=request):
                 with self._refusing(request.id):
                     self._scheduler.add(request)

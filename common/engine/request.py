@@ -8,9 +8,11 @@ What is made for each request in each step is a msgspec struct: frozen, at a ten
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 
 import msgspec
 
+from common.engine.policy import Ticket
 from common.messages import BlockHash, BlockId, BlockRef, FinishReason, Origin, RequestId, Sampling
 
 NOBODY = Origin()
@@ -38,6 +40,8 @@ class EngineRequest:
     stop_after_first: bool = False
     keep_blocks: bool = False
     origin: Origin = NOBODY
+    deadline_s: float = inf
+    """On the engine's clock."""
     blocks: list[BlockId] = field(default_factory=list)
     hashes: list[BlockHash] = field(default_factory=list)
     num_computed: int = 0
@@ -47,7 +51,13 @@ class EngineRequest:
     """With `keep_blocks`: blocks named to the reader so far."""
     turn: int = 0
     """Place in the one order in which requests and reservations first got blocks; set by the scheduler."""
+    ticket: Ticket = field(default_factory=Ticket)
+    """Its place among its tenant's; set by the scheduler."""
     status: Status = Status.WAITING
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.status is Status.WAITING
 
     @property
     def num_uncomputed(self) -> int:

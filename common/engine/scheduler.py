@@ -10,10 +10,10 @@ is a prompt, whether it never ran, lost its blocks or came with some of them; th
               ▲  (with a lease: ready)         │
               └───────── pre-empted ───────────┘
 
-1. Blocks go out in one order, over requests and reservations alike: that of `fair`, which is by arrival
-   as long as there is one tenant and one class. Who is first there waits until it fits, and nobody passes
-   it. Whoever gets blocks for the first time has its turn, which orders it for good. A request that brings
-   its blocks (a lease) needs only a place and takes the next one.
+1. Blocks go out in one order, over requests and reservations alike: that of `fair`, which is by arrival as
+   long as there is one tenant, one class and no other policy. Who is first there waits until it fits, and
+   nobody passes it who is not put before it. Whoever gets blocks for the first time has its turn, which
+   orders it for good. A request that brings its blocks (a lease) needs only a place and takes the next one.
 2. A running request's blocks cover all of its tokens; a prompt gets them all when it gets its place. So
    only a drawn token can ask for one more block.
 3. When there is none, the latest turn of those that hold blocks gives up its own: first who only waits
@@ -29,15 +29,18 @@ is a prompt, whether it never ran, lost its blocks or came with some of them; th
    running ones of the same class and tenant. The limits are tokens and, through `Pace`, seconds.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator
+from math import inf
 
 from common.engine.fair import FairQueue
 from common.engine.leases import Lease, Leases
 from common.engine.pace import Pace
+from common.engine.policy import Policy, Ticket, ticket
 from common.engine.request import Chunk, EngineRequest, Progress, Status, StepPlan
 from common.engine.roster import Roster
-from common.errors import ContextLengthError, InvalidTransition, RequestError
+from common.engine.share import RunningPrompts, goes_before
+from common.engine.sizes import Sizes
+from common.errors import InvalidTransition
 from common.kv_cache.block_pool import BlockPool
 from common.kv_cache.prefix_cache import cached_prefix, extend_hashes
 from common.messages import BlockHash, BlockId, BlockRef, Origin, RequestId
@@ -63,17 +66,18 @@ class Scheduler:
         max_model_len: int,
         admit_whole: bool,
         root_of: Callable[[bytes], BlockHash] | None,
+        policy: Policy = "fcfs",
     ) -> None:
         self._pool = pool
         self._block_size = block_size
         self._max_step_tokens = max_step_tokens
         self._max_step_s = max_step_s
-        self._max_model_len = max_model_len
-        self._admit_whole = admit_whole
+        self._sizes = Sizes(pool.num_blocks, block_size, max_model_len, admit_whole)
         self._root_of = root_of
         self._pace = Pace(_FIRST_STEP_BLOCKS * block_size)
         self._leases = Leases(pool, block_size)
-        self._queue = FairQueue()
+        self._policy = policy
+        self._queue = FairQueue(policy)
         self._roster = Roster(min(max_running, max_step_tokens))
         self._turns = 0
         self._computes_prompts = False  # the last plan did
@@ -116,20 +120,18 @@ class Scheduler:
         yield from self._leases.held()
 
     def fits_alone(self, num_tokens_max: int) -> bool:
-        """Whether a request that may reach so many tokens can finish here; the last one drawn needs no block."""
-        return self._blocks_for(num_tokens_max - 1) <= self._pool.num_blocks
+        return self._sizes.fits_alone(num_tokens_max)
 
     # --- arrivals and departures -----------------------------------------------------------------------
 
-    def reserve(self, id: RequestId, tokens: list[int], origin: Origin) -> None:
+    def reserve(self, id: RequestId, tokens: list[int], origin: Origin, *, deadline_s: float = inf) -> None:
         """Queue a reservation of blocks for `tokens`. ContextLengthError if the pool is too small for them."""
         self._check_new(id)
-        if not tokens or not self.fits_alone(len(tokens) + 1):
-            raise ContextLengthError(f"no pool of {self._pool.num_blocks} blocks can hold {len(tokens)} tokens")
+        self._sizes.check_reservation(len(tokens))
         hashes: list[BlockHash] = []
         self._extend_hashes(hashes, tokens, origin)
         self._leases.reserve(id, len(tokens), hashes)
-        self._queue.add(id, origin)
+        self._queue.add(id, origin, self._ticket(hashes, len(tokens), deadline_s))
 
     def add(self, request: EngineRequest) -> None:
         """Schedule a request; a lease of its id becomes its block table.
@@ -138,14 +140,15 @@ class Scheduler:
         """
         self._check_new(request.id, lease=True)
         lease = self._leases.peek(request.id)
-        self._check(request, lease)
+        self._sizes.check(request, lease)
         request.hashes = [] if lease is None else lease.hashes
         self._extend_hashes(request.hashes, request.tokens, request.origin)
         self._leases.take(request.id)
         self._queue.remove(request.id)  # a reservation that it did not wait for
         if lease is None:
             request.blocks, request.num_computed, request.turn = [], 0, 0
-            self._queue.add(request.id, request.origin)
+            request.ticket = self._ticket(request.hashes, len(request.tokens), request.deadline_s)
+            self._queue.add(request.id, request.origin, request.ticket)
         else:
             self._adopt(request, lease)
         self._roster.add(request)
@@ -194,7 +197,7 @@ class Scheduler:
             return None
         self._turns = lease.turn
         self._queue.charge(self._queue.origin(id), self._block_size * len(lease.blocks) - lease.num_cached)
-        self._queue.remove(id)
+        self._queue.serve(id)
         return id, lease
 
     def update(self, plan: StepPlan, tokens: list[int]) -> tuple[Progress, ...]:
@@ -251,12 +254,12 @@ class Scheduler:
         """Give the first of all that wait its place and blocks, if there are enough."""
         roster = self._roster
         shared = cached_prefix(self._pool, request.hashes, len(request.tokens), self._block_size)
-        whole = self._admit_whole or request.keep_blocks  # rule 4
-        need = self._blocks_for(self._longest(request) - 1 if whole else len(request.tokens))
+        whole = self._sizes.is_whole(request)  # rule 4
+        need = self._blocks_for(self._sizes.longest(request) - 1 if whole else len(request.tokens))
         blocks = self._pool.claim(shared, need - len(shared), spare=0 if whole or not roster.running else 1)
         if blocks is None:
             return False
-        self._queue.remove(request.id)
+        self._queue.serve(request.id)
         if not request.turn:
             self._turns = request.turn = self._turns + 1
         roster.seat_waiting(request)
@@ -285,27 +288,24 @@ class Scheduler:
 
     def _add_prompts(self, chunks: list[Chunk], running: list[EngineRequest], left: int) -> None:
         """Rule 5."""
-        flows: dict[Origin, deque[EngineRequest]] = {}
-        for request in running:
-            flows.setdefault(request.origin, deque()).append(request)
+        prompts = RunningPrompts(self._policy, running)
         admits, rank = True, self._queue.rank
         while left > 0:
-            least = min(flows, key=rank, default=None)
+            request = prompts.head(rank)
             first = self._next() if admits else None
-            if first is not None and (least is None or rank(first.origin) < rank(least)):
+            if first is not None and goes_before(first, request, rank):
                 admits = self._admit(first)
                 if not admits:
                     continue
                 request = first
-            elif least is not None:
-                request = flows[least].popleft()
-                if not flows[least]:
-                    del flows[least]
+            elif request is not None:
+                prompts.take(request)
             else:
                 return
             chunk = request.next_chunk(left, self._block_size)
             chunks.append(chunk)
             self._queue.charge(request.origin, chunk.num_tokens)
+            prompts.pass_by(request, chunk.num_tokens)
             left = left - chunk.num_tokens if chunk.samples else 0
 
     # --- results ---------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ class Scheduler:
         if token is not None:
             request.tokens.append(token)
             self.num_uncomputed_tokens += 1
-            finish = request.finish_reason(self._max_model_len)
+            finish = request.finish_reason(self._sizes.max_model_len)
             stopped = finish is not None or request.stop_after_first
         if not request.keep_blocks:
             if stopped:
@@ -352,17 +352,17 @@ class Scheduler:
 
     # --- small ones ------------------------------------------------------------------------------------
 
+    def _ticket(self, hashes: list[BlockHash], num_tokens: int, deadline_s: float) -> Ticket:
+        """For a newcomer, by what it would have to compute now."""
+        cached = cached_prefix(self._pool, hashes, num_tokens, self._block_size) if self._policy == "shortest" else []
+        return ticket(self._policy, num_tokens=num_tokens - len(cached) * self._block_size, deadline_s=deadline_s)
+
     def _remove(self, request: EngineRequest) -> None:
         self.num_uncomputed_tokens -= request.num_uncomputed
         self._roster.remove(request)
 
     def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
-
-    def _longest(self, request: EngineRequest) -> int:
-        """Tokens the request can reach, all it was given and at least one more included."""
-        limit = min(request.num_prompt_tokens + request.sampling.max_tokens, self._max_model_len)
-        return len(request.tokens) + 1 if request.stop_after_first else max(limit, len(request.tokens) + 1)
+        return self._sizes.blocks_for(num_tokens)
 
     def _extend_hashes(self, hashes: list[BlockHash], tokens: list[int], origin: Origin) -> None:
         if self._root_of is not None:
@@ -371,20 +371,6 @@ class Scheduler:
     def _check_new(self, id: RequestId, *, lease: bool = False) -> None:
         if id in self._roster.requests or (not lease and id in self._leases):
             raise InvalidTransition(f"request {id} is already here")
-
-    def _check(self, request: EngineRequest, lease: Lease | None) -> None:
-        num_tokens, longest = len(request.tokens), self._longest(request)
-        if not 0 <= request.num_computed < num_tokens:
-            raise RequestError(f"{request.num_computed} of {num_tokens} tokens computed: none left to run")
-        if num_tokens >= self._max_model_len or not self.fits_alone(longest):
-            raise ContextLengthError(
-                f"{num_tokens} tokens that may become {longest} exceed {self._pool.num_blocks} blocks of "
-                f"{self._block_size} or a context of {self._max_model_len}"
-            )
-        if lease is not None and self._blocks_for(request.num_computed) > len(lease.blocks):
-            raise RequestError(f"{request.num_computed} tokens computed in {len(lease.blocks)} blocks")
-        if lease is not None and request.keep_blocks:
-            raise RequestError("a request that keeps its blocks gets them whole (rule 4), it brings none")
 
     def check_invariants(self) -> None:
         self._roster.check_invariants()

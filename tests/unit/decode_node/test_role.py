@@ -107,6 +107,13 @@ def test_room_is_reserved_before_prefill_is_asked() -> None:
     assert ask.body.tokens == list(range(40))
 
 
+def test_the_engine_learns_when_the_calls_time_is_over() -> None:
+    call = GenerateCall(generate(), id=ID, layout=LAYOUT, now_s=0.0, deadline_s=9.0)
+    assert call.begin(now_s=0.0) == [Reserve(ID, list(range(40)), deadline_s=9.0)]
+    home = GenerateCall(generate(prefill=None), id=ID, layout=LAYOUT, now_s=0.0, deadline_s=9.0)
+    assert the_admit(home.begin(now_s=0.0)).request.deadline_s == 9.0
+
+
 @pytest.mark.parametrize("prefill", [PREFILL, None])
 def test_whose_request_it_is_goes_with_all_that_is_asked_for(prefill: NodeAddress | None) -> None:
     origin = Origin(b"tenant", Priority.LOW)

@@ -41,6 +41,13 @@ def test_prefill_computes_one_token_and_keeps_the_blocks() -> None:
     assert admit.request.keep_blocks
 
 
+def test_the_engine_learns_when_the_calls_time_is_over() -> None:
+    call = PrefillCall(a_call()._body, id=ID, incarnation=Incarnation("me"), secret=SECRET, now_s=0.0, deadline_s=9.0)
+    [admit] = call.begin()
+    assert isinstance(admit, Admit)
+    assert admit.request.deadline_s == 9.0
+
+
 def test_the_prompt_is_computed_in_the_name_of_whoever_asked() -> None:
     origin = Origin(b"tenant", Priority.HIGH)
     [admit] = a_call(origin).begin()

@@ -1,6 +1,7 @@
 """An engine over the fake model, stepped by hand: what it said, and whether it was right."""
 
 from collections.abc import Callable, Sequence
+from math import inf
 
 import numpy as np
 
@@ -75,6 +76,7 @@ class Rig:
         seed: int = 0,
         stop: tuple[int, ...] = (),
         origin: Origin = NOBODY,
+        deadline_s: float = inf,
     ) -> EngineRequest:
         sampling = Sampling(max_tokens=max_tokens, seed=seed, stop_token_ids=stop)
         request = EngineRequest(
@@ -86,13 +88,14 @@ class Rig:
             stop_after_first=prefill,
             keep_blocks=prefill,
             origin=origin,
+            deadline_s=deadline_s,
         )
         self.requests[request.id] = (list(tokens), sampling)
         self.engine.post(Admit(request))
         return request
 
-    def reserve(self, id: str, tokens: Sequence[int], origin: Origin = NOBODY) -> None:
-        self.engine.post(Reserve(RequestId(id), list(tokens), origin))
+    def reserve(self, id: str, tokens: Sequence[int], origin: Origin = NOBODY, *, deadline_s: float = inf) -> None:
+        self.engine.post(Reserve(RequestId(id), list(tokens), origin, deadline_s))
 
     def release(self, id: str) -> None:
         self.engine.post(Release(RequestId(id)))

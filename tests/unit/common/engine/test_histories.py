@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from common.engine.policy import Policy
 from common.engine.request import EngineRequest
 from common.engine.scheduler import Scheduler
 from common.kv_cache.block_pool import BlockPool
@@ -13,6 +14,8 @@ from tests.unit.common.engine.rig import Rig
 
 LENGTHS = st.sampled_from([1, 3, 4, 5, 7, 8, 9, 12, 16, 20])
 ORIGINS = st.builds(Origin, st.sampled_from([b"a", b"b"]), st.sampled_from(Priority))
+POLICIES = st.sampled_from(["fcfs", "shortest", "priority", "deadline"])
+DEADLINES = st.sampled_from([1.0, 5.0, float("inf")])
 BLOCK_SIZE = 4
 
 
@@ -29,8 +32,11 @@ class DecodeHistory(RuleBasedStateMachine):
         max_running=st.integers(1, 4),
         max_step_tokens=st.sampled_from([3, 8, 64]),
         prefix_cache=st.booleans(),
+        policy=POLICIES,
     )
-    def build(self, num_blocks: int, max_running: int, max_step_tokens: int, prefix_cache: bool) -> None:
+    def build(
+        self, num_blocks: int, max_running: int, max_step_tokens: int, prefix_cache: bool, policy: Policy
+    ) -> None:
         self.rig = Rig(
             num_blocks,
             block_size=BLOCK_SIZE,
@@ -38,6 +44,7 @@ class DecodeHistory(RuleBasedStateMachine):
             max_running=max_running,
             max_step_tokens=max_step_tokens,
             prefix_cache=prefix_cache,
+            policy=policy,
         )
         self.wanted: dict[str, int] = {}  # tokens still to come from this engine, by request
         self.reserving: dict[str, tuple[list[int], int]] = {}  # prompt and max_tokens, until the hand-over
@@ -45,10 +52,10 @@ class DecodeHistory(RuleBasedStateMachine):
         self.num_starved = 0
         self.count = 0
 
-    @rule(family=st.integers(0, 2), num_tokens=LENGTHS, max_tokens=LENGTHS, origin=ORIGINS)
-    def arrive(self, family: int, num_tokens: int, max_tokens: int, origin: Origin) -> None:
-        id = self._next_id()
-        self.rig.admit(id, prompt(family, num_tokens), max_tokens, seed=self.count, origin=origin)
+    @rule(family=st.integers(0, 2), num_tokens=LENGTHS, max_tokens=LENGTHS, origin=ORIGINS, deadline_s=DEADLINES)
+    def arrive(self, family: int, num_tokens: int, max_tokens: int, origin: Origin, deadline_s: float) -> None:
+        id, tokens = self._next_id(), prompt(family, num_tokens)
+        self.rig.admit(id, tokens, max_tokens, seed=self.count, origin=origin, deadline_s=deadline_s)
         if self.rig.engine.fits_alone(num_tokens + max_tokens):
             self.wanted[id] = max_tokens
 
@@ -155,9 +162,12 @@ class PrefillHistory(RuleBasedStateMachine):
     """What is announced stays as it is, bytes and generation, until its reader lets go."""
 
     @initialize(
-        num_blocks=st.integers(6, 12), max_running=st.integers(1, 4), max_step_tokens=st.sampled_from([3, 8, 64])
+        num_blocks=st.integers(6, 12),
+        max_running=st.integers(1, 4),
+        max_step_tokens=st.sampled_from([3, 8, 64]),
+        policy=POLICIES,
     )
-    def build(self, num_blocks: int, max_running: int, max_step_tokens: int) -> None:
+    def build(self, num_blocks: int, max_running: int, max_step_tokens: int, policy: Policy) -> None:
         self.rig = Rig(
             num_blocks,
             block_size=BLOCK_SIZE,
@@ -165,6 +175,7 @@ class PrefillHistory(RuleBasedStateMachine):
             admit_whole=True,
             max_running=max_running,
             max_step_tokens=max_step_tokens,
+            policy=policy,
         )
         self.open: dict[str, list[int]] = {}
         self.count = 0
