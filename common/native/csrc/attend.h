@@ -21,11 +21,6 @@ void store_rows(const Batch& batch, const void* rows, int64_t token_stride, int6
     }
 }
 
-Workers& workers() {
-    static Workers* forever = new Workers;  // its threads outlive static destructors
-    return *forever;
-}
-
 // False: no memory for scratch.
 template <class Row, class Pool>
 bool attend_step(const Layer& layer, const Batch& batch, const Rows& rows, int threads) {

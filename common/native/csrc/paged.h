@@ -5,10 +5,8 @@
 
 #pragma once
 
-#include <cstdlib>
-#include <new>
-
 #include "abi.h"
+#include "arena.h"
 #include "tile.h"
 
 namespace {
@@ -18,8 +16,6 @@ constexpr int64_t kScratchBytes = 128 << 10;  // of query and output rows an ite
 struct Item {
     int seq, head, first_token, num_tokens;  // tokens count from the start of the step
 };
-
-inline int round_up(int64_t x, int unit) { return (int)((x + unit - 1) / unit * unit); }
 
 template <class To, class From>
 void convert(const From* from, To* to, int count) {
@@ -31,38 +27,6 @@ template <class T>
 void convert(const T* from, T* to, int count) {
     memcpy(to, from, count * sizeof(T));
 }
-
-// Memory of one thread, kept from call to call.
-class Arena {
-  public:
-    ~Arena() { free(memory_); }
-
-    // Makes room for `bytes` in all and takes from the start again. False: there is no memory.
-    bool reset(size_t bytes) {
-        if (bytes > size_) {
-            free(memory_);
-            size_ = (bytes + 4095) / 4096 * 4096;
-            memory_ = static_cast<char*>(aligned_alloc(kLine, size_));
-            if (!memory_) size_ = 0;
-        }
-        used_ = 0;
-        return memory_ != nullptr;
-    }
-    template <class T>
-    T* take(int64_t count) {
-        T* start = reinterpret_cast<T*>(memory_ + used_);
-        used_ += bytes<T>(count);
-        return start;
-    }
-    template <class T>
-    static size_t bytes(int64_t count) {
-        return (count * sizeof(T) + kLine - 1) / kLine * kLine;
-    }
-
-  private:
-    char* memory_ = nullptr;
-    size_t size_ = 0, used_ = 0;
-};
 
 template <class Row, class Pool>
 class Paged {

@@ -11,6 +11,7 @@
 
 #pragma once
 
+#include "arena.h"
 #include "simd.h"
 
 namespace {
@@ -19,7 +20,6 @@ constexpr int kTile = 64;    // keys
 constexpr int kLanes = 16;   // partial sums of the softmax denominator, whatever kWidth is
 constexpr int kMaxRows = 6;  // query rows of one microkernel
 constexpr int kStride = 8;   // iterations between two looks at what to fetch ahead
-constexpr int kLine = 64;    // bytes of a cache line
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLowest = -3.0e38f;
 

@@ -88,4 +88,10 @@ class Workers {
     void* context_ = nullptr;
 };
 
+// The workers of this process.
+inline Workers& workers() {
+    static Workers* forever = new Workers;  // its threads outlive static destructors
+    return *forever;
+}
+
 }  // namespace
