@@ -104,7 +104,7 @@ def test_a_row_has_the_same_bits_alone_in_any_batch_and_with_any_number_of_threa
 
 @pytest.mark.skipif(not HAS_FMA, reason="products round separately without FMA")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("width", [4, 8, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("width", [4, *(pytest.param(width, marks=pytest.mark.slow) for width in (8, 16))])
 def test_every_vector_width_computes_the_same_bits(kind: Kind, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain code for integers among them: what another machine would compute, with this one's instructions."""
     packed, x = layer(kind, 40, 576), random(11, 576)
