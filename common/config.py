@@ -26,6 +26,10 @@ class ModelConfig:
     model: Annotated[str, Meta(description="Folder, hub id or GGUF file of the model.")]
     served_name: Annotated[str, Meta(description="Name clients use; empty means the model's own.")] = ""
     dtype: Annotated[Literal["float32", "bfloat16"], Meta(description="Type of weights and KV.")] = "float32"
+    quantization: Annotated[
+        Literal["auto", "none", "int8", "int4"],
+        Meta(description="Weights in groups of 32: auto keeps the width that a GGUF checkpoint has."),
+    ] = "auto"
     attention: Annotated[Literal["auto", "native", "reference"], Meta(description="Attention backend.")] = "auto"
     device: Annotated[str, Meta(description="torch device.")] = "cpu"
     threads: Annotated[int, AtLeastZero, Meta(description="CPU threads of the engine; 0 shares the host.")] = 0

@@ -180,6 +180,7 @@ class NodeCard(Part, frozen=True):
     layout: KVLayout
     max_model_len: AtLeastZero
     num_blocks: AtLeastZero
+    quantization: str = "none"
     offers: tuple[Offer, ...] = ()
     host: str = ""
     pid: int = 0

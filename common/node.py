@@ -159,6 +159,7 @@ class NodeHost:
             # What can be promised: a small pool holds less than the model takes.
             max_model_len=min(self.runner.max_model_len, self.memory.num_blocks * self.memory.layout.block_size),
             num_blocks=self.memory.num_blocks,
+            quantization=self.runner.quantization,
             offers=tuple(self._offers),
             host=os.uname().nodename,
             pid=os.getpid(),

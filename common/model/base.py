@@ -13,6 +13,8 @@ class Runner(Protocol):
     max_model_len: int
     vocab_size: int
     model_digest: str
+    """Of the model as it computes: `quantization` enters it."""
+    quantization: str
 
     def execute(self, plan: StepPlan) -> list[int]:
         """One forward pass; one token for each chunk that samples, in plan order.

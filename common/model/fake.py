@@ -44,6 +44,7 @@ class FakeRunner:
         max_model_len: int = 2048,
         vocab_size: int = VOCAB_SIZE,
         model_digest: str = "fake",
+        quantization: str = "none",
         before_step: Callable[[StepPlan], None] | None = None,
     ) -> None:
         layout = memory.layout
@@ -53,6 +54,7 @@ class FakeRunner:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.model_digest = model_digest
+        self.quantization = quantization
         self._before_step = before_step
         self._block_size = layout.block_size
         self._weights = _weights(max_model_len, len(layout.layers))

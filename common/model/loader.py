@@ -17,6 +17,7 @@ from common.attention.hook import bound
 from common.errors import ConfigError
 from common.messages import KVLayout, LayerKV
 from common.model import rope
+from common.model.quantization import Quantization, quantised_digest, round_weights
 from common.model.store import model_digest
 from common.model.weights import Model, load_config, load_model
 
@@ -61,10 +62,17 @@ class LoadedModel:
     max_model_len: int
     vocab_size: int
     digest: str
+    quantization: Quantization
 
 
 def load(
-    folder: Path, *, dtype: torch.dtype, block_size: int, max_model_len: int = 0, device: torch.device | None = None
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    block_size: int,
+    max_model_len: int = 0,
+    device: torch.device | None = None,
+    quantization: Quantization = "none",
 ) -> LoadedModel:
     """Load `folder` (see `store.resolve`). ConfigError names what cannot be served and why."""
     config = load_config(folder)
@@ -74,6 +82,7 @@ def load(
             raise ConfigError(f"model: {model_type} cannot be served: {_REFUSED[model_type]}")
     length = _length(text, max_model_len)
     module, mapped = load_model(folder, config, dtype)
+    round_weights(module, folder, quantization)
     rope.pin(module, text, length)
     if device is not None:
         module = module.to(device)
@@ -84,9 +93,16 @@ def load(
         itemsize=dtype.itemsize,
         layers=tuple(LayerKV(layer.num_kv_heads, layer.k_head_dim, layer.v_head_dim) for layer in layers),
     )
-    digest = model_digest(folder)
-    log.info("model loaded", folder=str(folder), architecture=type(module).__name__, mapped=mapped, digest=digest)
-    return LoadedModel(module, layers, layout, length, text.vocab_size, digest)
+    digest = quantised_digest(model_digest(folder), quantization)
+    log.info(
+        "model loaded",
+        folder=str(folder),
+        architecture=type(module).__name__,
+        mapped=mapped,
+        quantization=quantization,
+        digest=digest,
+    )
+    return LoadedModel(module, layers, layout, length, text.vocab_size, digest, quantization)
 
 
 def _length(text: Any, asked: int) -> int:

@@ -24,6 +24,7 @@ from common.messages import Incarnation
 from common.model import loader, philox
 from common.model.experts import expert_layers, expert_products, pad_experts
 from common.model.loader import LoadedModel
+from common.model.quantization import resolve_quantization
 from common.model.rows import linear_products, row_floor, widen_single_outputs
 from common.model.sampler import sample
 from common.model.step import step_tensors
@@ -49,6 +50,7 @@ def load_runner(
         block_size=engine.block_size,
         max_model_len=model.max_model_len,
         device=device,
+        quantization=resolve_quantization(model.quantization, folder),
     )
     floor = settle_row_floor(loaded, model) if model.batch_invariant and device.type == "cpu" else 0
     philox.kernel()  # compiled now rather than at the first draw
@@ -121,6 +123,7 @@ class TransformersRunner:
         self.max_model_len = loaded.max_model_len
         self.vocab_size = loaded.vocab_size
         self.model_digest = loaded.digest
+        self.quantization: str = loaded.quantization
         self._module = loaded.module
         self._layers = loaded.layers
         self._backend = backend

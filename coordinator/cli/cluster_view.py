@@ -50,6 +50,7 @@ def as_document(view: View) -> dict[str, Any]:
                 "reason": node.reason,
                 "model": node.card.model,
                 "model_digest": node.card.model_digest,
+                "quantization": node.card.quantization,
                 "address": node.card.address,
                 "incarnation": node.card.incarnation,
                 "pid": node.card.pid,

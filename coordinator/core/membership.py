@@ -1,13 +1,14 @@
 """Who fits whom. Pairing is checked, never assumed.
 
-1. Nodes that serve the same model name must agree on the model's digest and the KV layout. The reference is
-   what most of them have; of equally many, what was there first. So one wrong node that happens to register
-   first after a coordinator's restart does not put the rest of the cluster out of service.
+1. Nodes that serve the same model name must agree on the model's digest, its quantization and the KV layout. The
+   reference is what most of them have; of equally many, what was there first. So one wrong node that happens to
+   register first after a coordinator's restart does not put the rest of the cluster out of service.
 2. A node that differs from the reference is listed with the reason and never routed to.
 3. A prefill and a decode node work together if their digests and layouts are equal, at least one transport
    reaches from the decode node to the prefill node's pool, and the prompt is not too long for either.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from common.messages import NodeCard, NodeId
@@ -19,12 +20,10 @@ _SAME_HOST_ONLY = "shm"
 
 def reference(cards: Sequence[NodeCard]) -> NodeCard:
     """The card that the others are compared with. `cards` serve one model name, in order of registration."""
-    counts: dict[object, int] = {}
-    for card in cards:
-        kind = (card.model_digest, card.layout)
-        counts[kind] = counts.get(kind, 0) + 1
+    kinds = [(card.model_digest, card.quantization, card.layout) for card in cards]
+    counts = Counter(kinds)
     most = max(counts.values())
-    return next(card for card in cards if counts[(card.model_digest, card.layout)] == most)
+    return next(card for card, kind in zip(cards, kinds, strict=True) if counts[kind] == most)
 
 
 def misfits(cards: Sequence[NodeCard]) -> dict[NodeId, str]:
@@ -36,6 +35,8 @@ def misfits(cards: Sequence[NodeCard]) -> dict[NodeId, str]:
 
 def model_mismatch(ours: NodeCard, theirs: NodeCard) -> str | None:
     """Why two nodes of one model name compute different things, or None."""
+    if ours.quantization != theirs.quantization:  # it enters the digest, which says less
+        return f"quantization {ours.quantization} here, {theirs.quantization} there"
     if ours.model_digest != theirs.model_digest:
         return f"model digest {ours.model_digest[:12]} here, {theirs.model_digest[:12]} there"
     return mismatch(ours.layout, theirs.layout)

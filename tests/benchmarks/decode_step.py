@@ -117,7 +117,7 @@ def measure(quick: bool, progress: Progress) -> Result:
     folder = resolve(DEMO)
     with _marked_attention():
         runner, memory = load_runner(
-            ModelConfig(model=str(folder), threads=1),
+            ModelConfig(model=str(folder), threads=1, quantization="none"),
             EngineConfig(kv_cache_memory=POOL_BYTES),
             Incarnation("0" * 32),
         )

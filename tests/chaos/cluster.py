@@ -50,7 +50,7 @@ class ChaosCluster:
             prefill=prefill,
             decode=decode,
             port=free_port(),
-            model=ModelConfig(model=model, served_name="chaos", threads=1),
+            model=ModelConfig(model=model, served_name="chaos", threads=1, quantization="none"),
             engine=EngineConfig(kv_cache_memory=parse_size(kv_cache_memory)),
         )
         self._log_dir = log_dir

@@ -90,14 +90,14 @@ def _generate(model: Any, prompt: list[int]) -> Answer:
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
-    return loader.load(folder, dtype=dtype, block_size=BLOCK_SIZE)
+    return loader.load(folder, dtype=dtype, block_size=BLOCK_SIZE, quantization="none")
 
 
 def make_runner(loaded: LoadedModel, attention: str = "auto", *, num_blocks: int = 128) -> TransformersRunner:
     if attention == "native" and (reason := NativeAttention.available()):
         pytest.skip(reason)
     backend = pick_backend(attention, loaded, num_threads=1)  # a model that native cannot run is a failure
-    floor = settle_row_floor(loaded, ModelConfig(model="tiny", threads=1))
+    floor = settle_row_floor(loaded, ModelConfig(model="tiny", threads=1, quantization="none"))
     pool = torch.full((num_blocks, loaded.layout.block_elements), float("nan"), dtype=torch.float32)
     return TransformersRunner(loaded, backend, pool.to(getattr(torch, loaded.layout.dtype)), row_floor=floor)
 

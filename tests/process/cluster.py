@@ -22,10 +22,14 @@ _ROLES = {"coordinator": "coordinator", "coordinator.gateway": "gateway", "prefi
 
 class BatonUp:
     """Use: `async with BatonUp("--model", folder) as up:`; inside, the cluster is ready. Leaving stops it with
-    SIGTERM and asserts that it left nothing. `lines` is what it printed."""
+    SIGTERM and asserts that it left nothing. `lines` is what it printed.
+
+    Weights are not quantised unless the flags say so: answers are compared with those of `transformers` in fp32.
+    """
 
     def __init__(self, *flags: str, log_dir: Path, prefix: tuple[str, ...] = ()) -> None:
-        self._command = (*prefix, BATON, "up", "--port", "0", "--log-dir", str(log_dir), *flags)
+        always = ("--port", "0", "--quantization", "none", "--log-dir", str(log_dir))
+        self._command = (*prefix, BATON, "up", *always, *flags)  # of a flag given twice the last counts
         self.log_dir = log_dir
         self.url = ""
         self.curl = ""

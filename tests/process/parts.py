@@ -19,7 +19,7 @@ from tests.process.questions import caller_of
 ROOT = Path(__file__).parents[2]
 READY_WITHIN_S = 120.0
 _ENDS_WITHIN_S = 20.0
-_SMALL = ("--kv-cache-memory", "16MiB", "--threads", "1")
+_SMALL = ("--kv-cache-memory", "16MiB", "--threads", "1", "--quantization", "none")
 
 
 class Parts:

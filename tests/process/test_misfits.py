@@ -40,7 +40,7 @@ async def status(up: BatonUp) -> str:
     return " ".join(out.decode().split())
 
 
-async def test_nodes_of_another_block_size_or_kv_type_are_listed_with_the_reason_and_get_no_request(
+async def test_nodes_of_another_block_size_kv_type_or_quantization_are_listed_with_the_reason_and_get_no_request(
     standing_pair: BatonUp, parts: Parts
 ) -> None:
     up = standing_pair
@@ -48,11 +48,16 @@ async def test_nodes_of_another_block_size_or_kv_type_are_listed_with_the_reason
     await asyncio.gather(
         parts.node(Role.DECODE, "larger-blocks", [up.coordinator], "--block-size", "32"),
         parts.node(Role.PREFILL, "smaller-numbers", [up.coordinator], "--dtype", "bfloat16"),
+        parts.node(Role.DECODE, "fewer-bits", [up.coordinator], "--quantization", "int8"),
     )
     answers = await asyncio.gather(*[up.complete(f"chat {n}") for n in range(NUM_CHATS)])
     assert answers == expected
     view = await seen(up.coordinator, lambda view: is_ready(view, "decode-0"))
-    reasons = {"larger-blocks": "block_size 32 here, 16 there", "smaller-numbers": "KV dtype bfloat16 (2 bytes) here"}
+    reasons = {
+        "larger-blocks": "block_size 32 here, 16 there",
+        "smaller-numbers": "KV dtype bfloat16 (2 bytes) here",
+        "fewer-bits": "quantization int8 here, none there",
+    }
     shown = await status(up)
     for name, reason in reasons.items():
         misfit = node_of(view, name)

@@ -27,7 +27,7 @@ LONGROPE: dict[str, Any] = {
 
 
 def load(folder: Path, **options: Any) -> LoadedModel:
-    return loader.load(folder, **{"dtype": torch.float32, "block_size": 16, **options})
+    return loader.load(folder, **{"dtype": torch.float32, "block_size": 16, "quantization": "none", **options})
 
 
 def mapped_from(tensor: torch.Tensor, path: Path) -> bool:

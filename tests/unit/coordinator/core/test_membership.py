@@ -43,7 +43,16 @@ def test_a_decode_node_that_offers_nothing_itself_may_speak_anything() -> None:
     assert pair_mismatch(make_card("prefill-0", offers=()), make_card("decode-0")) is not None
 
 
-@pytest.mark.parametrize(("field", "value"), [("model", "other"), ("model_digest", "e" * 32), ("layout", OTHER_LAYOUT)])
+def test_nodes_of_another_quantization_do_not_fit_and_the_reason_says_so() -> None:
+    wrong = make_card("decode-0", model_digest="e" * 32, quantization="int8")
+    reasons = misfits([wrong, make_card("decode-1"), make_card("prefill-0")])
+    assert reasons == {"decode-0": "does not fit decode-1: quantization int8 here, none there"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("model", "other"), ("model_digest", "e" * 32), ("quantization", "int8"), ("layout", OTHER_LAYOUT)],
+)
 def test_a_pair_must_agree(field: str, value: object) -> None:
     assert pair_mismatch(make_card("prefill-0"), make_card("decode-0")) is None
     assert pair_mismatch(make_card("prefill-0", **{field: value}), make_card("decode-0")) is not None

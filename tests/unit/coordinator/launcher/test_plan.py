@@ -44,7 +44,7 @@ def test_threads_that_were_asked_for_are_used() -> None:
 
 def test_flags_say_the_whole_config() -> None:
     config = NodeConfig(
-        model=ModelConfig(model="a model", threads=2, batch_invariant=False),
+        model=ModelConfig(model="a model", threads=2, batch_invariant=False, quantization="int4"),
         engine=EngineConfig(kv_cache_memory=123456, prefix_cache=False, max_step_s=0.25),
         coordinators=("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"),
         transport="tcp",
@@ -56,6 +56,7 @@ def test_flags_say_the_whole_config() -> None:
         "model.model": flags[flags.index("--model") + 1],
         "model.threads": flags[flags.index("--threads") + 1],
         "model.batch_invariant": False,
+        "model.quantization": flags[flags.index("--quantization") + 1],
         "engine.kv_cache_memory": flags[flags.index("--kv-cache-memory") + 1],
         "engine.prefix_cache": False,
         "engine.max_step_s": flags[flags.index("--max-step-s") + 1],
