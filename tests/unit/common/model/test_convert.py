@@ -12,6 +12,8 @@ from common.model.kept_weights import load_quantised, save_quantised
 from common.model.quantize import dequantise, quantise
 from tests.tiny_gguf import LAYERS, write_gguf
 
+pytestmark = pytest.mark.timeout(300)  # a conversion imports all of transformers in a process of its own
+
 KEPT_BITS = {
     "self_attn.q_proj": 4,
     "self_attn.k_proj": 4,
