@@ -53,6 +53,9 @@ class EngineConfig:
     max_step_s: Annotated[
         float, Positive, Meta(description="A step that computes prompts aims to end within this.")
     ] = 0.5
+    itl_target_s: Annotated[
+        float, AtLeastZero, Meta(description="The same while other sequences decode in it; 0 makes no difference.")
+    ] = 0.1
     policy: Annotated[
         Literal["fcfs", "shortest", "priority", "deadline"],
         Meta(description="Who goes first of one tenant's prompts; `priority`: classes one after the other, nearly."),

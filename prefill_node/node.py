@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, assert_never
 
 from common.config import NodeConfig
-from common.engine.events import Admit, Announced, Failed, Release, Reserved
+from common.engine.events import Admit, Announced, Failed, PullTook, Release, Reserved
 from common.engine.request import Progress
 from common.errors import BatonError, IncompatibleError
 from common.kv_cache.grants import new_secret
@@ -115,7 +115,7 @@ class _PrefillShell:
     def _obey(self, commands: list[Command]) -> None:
         for command in commands:
             match command:
-                case Admit():
+                case Admit() | PullTook():
                     self._host.engine.post(command)
                 case Release():
                     self._host.memory.grants.revoke(self._secret)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 
-from common.engine.events import Admit, Failed, Release
+from common.engine.events import Admit, Failed, PullTook, Release
 from common.engine.request import EngineRequest, Progress
 from common.errors import InternalError, InvalidTransition, MovedError
 from common.messages import BlocksReady, Incarnation, Prefill, PrefillDone, Pulled, RequestId, WireError
@@ -48,7 +48,7 @@ class EndCall:
 
 
 Event = Progress | Failed | Pulled | Evicted | Cancelled
-Command = Admit | Release | Emit | EndCall
+Command = Admit | Release | PullTook | Emit | EndCall
 
 _MOVES: dict[State, frozenset[State]] = {
     State.COMPUTING: frozenset({State.HOLDING, State.ENDED}),
@@ -75,6 +75,7 @@ class PrefillCall:
         self._incarnation = incarnation
         self._secret = secret
         self._deadline_s = deadline_s
+        self._num_last_tokens = 0  # in the blocks announced last
         self.state = State.COMPUTING
         self.history: list[tuple[State, float]] = [(State.COMPUTING, now_s)]
 
@@ -100,6 +101,9 @@ class PrefillCall:
                 return self._progressed(event, now_s)
             case Failed(message=message):
                 return self._end(now_s, WireError.of(InternalError(message)))
+            case Pulled() if self._num_last_tokens and self.state is State.HOLDING:
+                took = PullTook(self._num_last_tokens, now_s - self.history[-1][1])
+                return [took, *self._end(now_s)]
             case Pulled():
                 return self._end(now_s)
             case Evicted():
@@ -110,6 +114,7 @@ class PrefillCall:
     def _progressed(self, event: Progress, now_s: float) -> list[Command]:
         commands: list[Command] = []
         if event.ready:
+            self._num_last_tokens = event.num_computed - event.first_ready * self._body.layout.block_size
             ready = BlocksReady(owner=self._incarnation, first=event.first_ready, refs=event.ready, secret=self._secret)
             commands.append(Emit(ready))
         if event.stopped:

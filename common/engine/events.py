@@ -61,7 +61,15 @@ class Announce:
     request: RequestId
 
 
-Command = Reserve | Admit | Release | Probe | Count | Announce
+@dataclass(frozen=True, slots=True)
+class PullTook:
+    """A reader had the last `num_tokens` of a prompt so long after they were computed. No answer."""
+
+    num_tokens: int
+    seconds: float
+
+
+Command = Reserve | Admit | Release | Probe | Count | Announce | PullTook
 
 # --- engine to shell ---------------------------------------------------------------------------------
 

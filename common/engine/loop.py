@@ -33,6 +33,7 @@ from common.engine.events import (
     Event,
     Failed,
     Probe,
+    PullTook,
     Release,
     Reserve,
     Reserved,
@@ -80,6 +81,7 @@ class Engine:
             max_running=config.max_running,
             max_step_tokens=config.max_step_tokens,
             max_step_s=config.max_step_s,
+            itl_target_s=config.itl_target_s,
             max_model_len=runner.max_model_len,
             admit_whole=admit_whole,
             root_of=self._root_of if config.prefix_cache else None,
@@ -182,6 +184,8 @@ class Engine:
                 pass  # it has woken us
             case Count():
                 self._events.append(self._counted())
+            case PullTook(num_tokens=num_tokens, seconds=seconds):
+                self._scheduler.pace.observe_pull(num_tokens, seconds)
             case Announce(request=id):
                 self._events.append(Announced(id, () if self._broken else self._scheduler.full_blocks(id)))
             case Release(request=id):
@@ -220,7 +224,7 @@ class Engine:
         done, tokens = self._execute(plan)
         now_s = self._clock.now_s()
         if done is plan:
-            self._scheduler.observe(plan.num_tokens, now_s - started_s)
+            self._scheduler.observe(now_s - started_s)
         if done.chunks:
             self._meter.count_step(done, num_drawn=len(tokens), seconds=now_s - started_s)
             self._events.append(Stepped(self._scheduler.update(done, tokens)))

@@ -49,6 +49,8 @@ class EngineRequest:
     num_preemptions: int = 0
     num_announced: int = 0
     """With `keep_blocks`: blocks named to the reader so far."""
+    pull_left_s: float = 0.0
+    """With `keep_blocks`: what the reader still needs for those, by estimate."""
     turn: int = 0
     """Place in the one order in which requests and reservations first got blocks; set by the scheduler."""
     ticket: Ticket = field(default_factory=Ticket)

@@ -63,6 +63,7 @@ class Scheduler:
         max_running: int,
         max_step_tokens: int,
         max_step_s: float,
+        itl_target_s: float = 0.0,
         max_model_len: int,
         admit_whole: bool,
         root_of: Callable[[bytes], BlockHash] | None,
@@ -71,16 +72,20 @@ class Scheduler:
         self._pool = pool
         self._block_size = block_size
         self._max_step_tokens = max_step_tokens
-        self._max_step_s = max_step_s
         self._sizes = Sizes(pool.num_blocks, block_size, max_model_len, admit_whole)
         self._root_of = root_of
-        self._pace = Pace(_FIRST_STEP_BLOCKS * block_size)
+        self.pace = Pace(
+            first_tokens=_FIRST_STEP_BLOCKS * block_size,
+            max_step_s=max_step_s,
+            itl_target_s=itl_target_s,
+            block_size=block_size,
+        )
         self._leases = Leases(pool, block_size)
         self._policy = policy
         self._queue = FairQueue(policy)
         self._roster = Roster(min(max_running, max_step_tokens))
         self._turns = 0
-        self._computes_prompts = False  # the last plan did
+        self._planned = 0, 0  # decodes and prompt tokens of the last plan
         self.starving = False
         """No running request could be planned, and leases hold what they need."""
         self.num_uncomputed_tokens = 0
@@ -182,10 +187,12 @@ class Scheduler:
             else:
                 prompts.append(request)
         num_decodes = len(chunks)
-        self._add_prompts(chunks, prompts, self._prompt_tokens_left(num_decodes))
-        self._computes_prompts = len(chunks) > num_decodes
+        most = self.pace.prompt_tokens(num_decodes, most=self._max_step_tokens - num_decodes)
+        self._add_prompts(chunks, prompts, most)
+        plan = StepPlan(tuple(chunks))
+        self._planned = num_decodes, plan.num_tokens - num_decodes
         self.starving = not chunks and bool(self._roster.running)
-        return StepPlan(tuple(chunks))
+        return plan
 
     def grant(self) -> tuple[RequestId, Lease] | None:
         """The reservation that is first of all that wait, if it fits beside the running ones."""
@@ -213,10 +220,9 @@ class Scheduler:
                 progress.append(self._advance(chunk.request, chunk.num_tokens, token))
         return tuple(progress)
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """The last plan, with its `num_tokens`, took so long."""
-        if self._computes_prompts:
-            self._pace.observe(num_tokens, seconds)
+    def observe(self, seconds: float) -> None:
+        """The last plan took so long."""
+        self.pace.observe_step(*self._planned, seconds)
 
     # --- places and blocks -----------------------------------------------------------------------------
 
@@ -282,10 +288,6 @@ class Scheduler:
 
     # --- the step's share ------------------------------------------------------------------------------
 
-    def _prompt_tokens_left(self, num_decodes: int) -> int:
-        in_time = self._pace.tokens_within(self._max_step_s, most=self._max_step_tokens) - num_decodes
-        return min(max(in_time, self._block_size), self._max_step_tokens - num_decodes)
-
     def _add_prompts(self, chunks: list[Chunk], running: list[EngineRequest], left: int) -> None:
         """Rule 5."""
         prompts = RunningPrompts(self._policy, running)
@@ -302,11 +304,20 @@ class Scheduler:
                 prompts.take(request)
             else:
                 return
-            chunk = request.next_chunk(left, self._block_size)
+            chunk, is_whole = self._next_chunk(request, left)
             chunks.append(chunk)
             self._queue.charge(request.origin, chunk.num_tokens)
             prompts.pass_by(request, chunk.num_tokens)
-            left = left - chunk.num_tokens if chunk.samples else 0
+            left = 0 if is_whole and not chunk.samples else left - chunk.num_tokens
+
+    def _next_chunk(self, request: EngineRequest, left: int) -> tuple[Chunk, bool]:
+        """The prompt's next chunk, and whether it is all that fits: for a reader it may be cut shorter."""
+        if not request.keep_blocks:
+            return request.next_chunk(left, self._block_size), True
+        most = self.pace.chunk_tokens(request.num_uncomputed, request.pull_left_s, most=left)
+        chunk = request.next_chunk(most, self._block_size)
+        request.pull_left_s = self.pace.pull_left_s(request.pull_left_s, chunk.num_tokens)
+        return chunk, most == left
 
     # --- results ---------------------------------------------------------------------------------------
 

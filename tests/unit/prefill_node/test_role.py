@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.engine.events import Admit, Failed, Release
+from common.engine.events import Admit, Failed, PullTook, Release
 from common.engine.request import NOBODY, Progress
 from common.messages import (
     BlockId,
@@ -63,6 +63,19 @@ def test_finished_blocks_are_announced_before_the_token() -> None:
         Emit(PrefillDone(token=9, phases={"compute": 2.0})),
     ]
     assert call.state is State.HOLDING
+
+
+def test_the_engine_is_told_how_long_the_last_pull_took() -> None:
+    call = a_call()
+    call.handle(Progress(ID, 32, first_ready=0, ready=REFS), now_s=1.0)
+    call.handle(Progress(ID, 40, token=9, stopped=True, first_ready=2, ready=REFS[:1]), now_s=2.0)
+    assert call.handle(Pulled(), now_s=2.5) == [PullTook(8, 0.5), Release(ID), EndCall()]
+
+
+def test_a_reader_that_goes_without_the_blocks_tells_nothing_about_pulls() -> None:
+    call = a_call()
+    call.handle(Progress(ID, 40, token=9, stopped=True, first_ready=0, ready=REFS), now_s=2.0)
+    assert call.handle(Cancelled(), now_s=2.5) == [Release(ID), EndCall()]
 
 
 def test_blocks_are_free_as_soon_as_they_are_pulled() -> None:
