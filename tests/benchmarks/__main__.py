@@ -8,6 +8,7 @@ Parts, each a process of its own (a module here that can also be run by itself):
     attention    the attention kernel beside its limits and beside gather + SDPA
     transports   each transport beside a memcpy of the same blocks
     step         one engine step beside the least it could take, and where its time goes
+    quality      what quantised weights cost: perplexity, agreement with fp32
     serving      whole clusters under load, disaggregated and colocated
 
 All of it takes about six minutes on two quiet cores, `--quick` a quarter of that. A table says beside which load it
@@ -51,6 +52,7 @@ PARTS = (
     Part("attention", "bench_attention", "Attention", ("--rounds", "9"), ("--rounds", "3"), shows_progress=False),
     Part("transports", "bench_transfer", "Transports", ("--rounds", "20"), ("--rounds", "6"), shows_progress=False),
     Part("step", "decode_step", "Engine step"),
+    Part("quality", "quality", "Quality"),
     Part("serving", "serving", "Serving"),
 )
 
