@@ -31,6 +31,10 @@ class ModelConfig:
         Meta(description="Weights in groups of 32: auto keeps the width that a GGUF checkpoint has."),
     ] = "auto"
     attention: Annotated[Literal["auto", "native", "reference"], Meta(description="Attention backend.")] = "auto"
+    executor: Annotated[
+        Literal["auto", "native", "transformers"],
+        Meta(description="Who computes a step: our kernels alone, or the modules of transformers."),
+    ] = "auto"
     device: Annotated[str, Meta(description="torch device.")] = "cpu"
     threads: Annotated[int, AtLeastZero, Meta(description="CPU threads of the engine; 0 shares the host.")] = 0
     max_model_len: Annotated[int, AtLeastZero, Meta(description="Longest sequence; 0 is the model's own.")] = 0

@@ -13,62 +13,12 @@ import torch
 
 from common.attention.base import AttentionBatch, LayerSpec
 from common.errors import ConfigError, InternalError
+from common.native.abi import BatchArgs, LayerArgs, RowsArgs
 from common.native.build import SOURCES, library
 
 _SOURCE = SOURCES / "attention.cpp"
 _DTYPES = (torch.float32, torch.bfloat16)
 _MAX_HEAD_DIM = 4096
-
-
-class _Layer(ctypes.Structure):
-    """`Layer` of csrc/abi.h, field by field; `Batch` and `Rows` below likewise."""
-
-    _fields_ = (
-        ("k_offset", ctypes.c_int64),
-        ("v_offset", ctypes.c_int64),
-        ("sinks", ctypes.c_void_p),
-        ("num_heads", ctypes.c_int32),
-        ("num_kv_heads", ctypes.c_int32),
-        ("k_dim", ctypes.c_int32),
-        ("v_dim", ctypes.c_int32),
-        ("window", ctypes.c_int32),
-        ("pool_is_bf16", ctypes.c_int32),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-    )
-
-
-class _Batch(ctypes.Structure):
-    _fields_ = (
-        ("pool", ctypes.c_void_p),
-        ("block_stride", ctypes.c_int64),
-        ("starts", ctypes.c_void_p),
-        ("context_lens", ctypes.c_void_p),
-        ("block_tables", ctypes.c_void_p),
-        ("row_blocks", ctypes.c_void_p),
-        ("row_offsets", ctypes.c_void_p),
-        ("table_stride", ctypes.c_int64),
-        ("num_seqs", ctypes.c_int32),
-        ("num_rows", ctypes.c_int32),
-        ("block_size", ctypes.c_int32),
-    )
-
-
-class _Rows(ctypes.Structure):
-    _fields_ = (
-        ("query", ctypes.c_void_p),
-        ("key", ctypes.c_void_p),
-        ("value", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("query_token", ctypes.c_int64),
-        ("query_head", ctypes.c_int64),
-        ("key_token", ctypes.c_int64),
-        ("key_head", ctypes.c_int64),
-        ("value_token", ctypes.c_int64),
-        ("value_head", ctypes.c_int64),
-        ("num_tokens", ctypes.c_int32),
-        ("is_bf16", ctypes.c_int32),
-    )
 
 
 @functools.cache
@@ -86,7 +36,7 @@ class _BoundLayer:
 
     layer: LayerSpec
     sinks: torch.Tensor | None
-    args: _Layer
+    args: LayerArgs
     address: int
 
 
@@ -101,9 +51,9 @@ class NativeAttention:
         self._num_threads = num_threads
         self._layers: dict[tuple[int, torch.dtype], _BoundLayer] = {}
         self._batch: AttentionBatch | None = None  # the one that _batch_args describe: one a step, asked for by layer
-        self._batch_args = _Batch()
+        self._batch_args = BatchArgs()
         self._batch_address = ctypes.addressof(self._batch_args)
-        self._rows = _Rows()
+        self._rows = RowsArgs()
         self._rows_address = ctypes.addressof(self._rows)
 
     @staticmethod
@@ -176,7 +126,7 @@ class NativeAttention:
 
     def _bind_layer(self, layer: LayerSpec, pool_dtype: torch.dtype) -> _BoundLayer:
         sinks = None if layer.sinks is None else layer.sinks.detach().to("cpu", torch.float32).contiguous()
-        args = _Layer(
+        args = LayerArgs(
             k_offset=layer.k_offset,
             v_offset=layer.v_offset,
             sinks=None if sinks is None else sinks.data_ptr(),

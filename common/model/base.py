@@ -2,6 +2,9 @@
 
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from common.engine.request import StepPlan
 from common.messages import KVLayout
 
@@ -21,4 +24,12 @@ class Runner(Protocol):
 
         The KV of every chunk's tokens is in the pool when this returns.
         """
+        ...
+
+
+class ModelRunner(Runner, Protocol):
+    """A runner of real weights, whose logits can be looked at."""
+
+    def logits(self, plan: StepPlan) -> npt.NDArray[np.float32]:
+        """The forward pass of `execute` alone: [chunks that sample, vocab], for the token after each."""
         ...

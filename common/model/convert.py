@@ -38,7 +38,7 @@ def main() -> int:
 
 def convert(source: Path, destination: Path) -> None:
     """Write the folder `destination`. ConfigError for files that transformers cannot read, or a full disk."""
-    _report("reading the file")
+    report("reading the file")
     gguf: Any = importlib.import_module("gguf")  # untyped, as all that follow, and patched
     # Parsing the vocabulary takes seconds and would be done four times
     gguf.GGUFReader = functools.cache(gguf.GGUFReader)
@@ -65,7 +65,7 @@ def convert(source: Path, destination: Path) -> None:
         raise ConfigError(f"transformers cannot read this GGUF file: {error}") from error
     _write_weights(model, tensors, destination)
     save_quantised(destination, _kept(reader, names, tensors, config.get_text_config(decoder=True)))
-    _report("writing the tokenizer")
+    report("writing the tokenizer")
     config.architectures = [type(model).__name__]
     config.dtype = "float32"
     config.save_pretrained(destination)
@@ -84,7 +84,7 @@ def _write_weights(model: Any, tensors: dict[str, Any], destination: Path) -> No
     for name, shape in wanted.items():
         if tensors[name].shape != shape:
             raise ConfigError(f"tensor {name} is {tuple(tensors[name].shape)}, the model wants {tuple(shape)}")
-    _report("writing the weights")
+    report("writing the weights")
     destination.mkdir()
     weights = destination / "model.safetensors"
     save_file({name: tensors[name] for name in wanted}, weights, metadata={"format": "pt"})
@@ -137,12 +137,13 @@ def _counted(tensors: list[Any], *_: object, **__: object) -> Iterator[Any]:
 
 def _report_each(stage: str, items: Iterable[Any], total: int) -> Iterator[Any]:
     for done, item in enumerate(items):
-        _report(stage, done, total)
+        report(stage, done, total)
         yield item
-    _report(stage, total, total)
+    report(stage, total, total)
 
 
-def _report(stage: str, done: int | None = None, total: int | None = None) -> None:
+def report(stage: str, done: int | None = None, total: int | None = None) -> None:
+    """One step of progress, for `fetch.in_child`."""
     # Flushed at once: it also ends this process soon after its parent died (broken pipe)
     print(stage, "" if done is None else done, "" if total is None else total, sep="\t", flush=True)
 

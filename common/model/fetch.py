@@ -98,18 +98,24 @@ def snapshot(repository: str, report: Report) -> Path:
 
 
 def convert(gguf: Path, destination: Path, report: Report) -> None:
-    """Dequantise a GGUF file into a folder, in a child process: its memory goes back when it ends."""
-    command = [sys.executable, "-P", "-m", "common.model.convert", str(gguf), str(destination)]
+    """Dequantise a GGUF file into a folder."""
+    in_child("common.model.convert", gguf, destination, doing="converting the model", report=report)
+
+
+def in_child(module: str, source: Path, *args: object, doing: str, report: Report) -> None:
+    """Run `python -m module source args...`: its memory goes back when it ends. It prints a line for each step of
+    progress (`convert.report`); ConfigError with the last of its other words if it fails."""
+    command = [sys.executable, "-P", "-m", module, str(source), *map(str, args)]
     with tempfile.TemporaryFile(mode="w+") as complaint:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=complaint, text=True
         )
         assert process.stdout is not None
         try:
-            report("converting the model: starting", None, None)
+            report(f"{doing}: starting", None, None)
             for line in process.stdout:
                 stage, done, total = line.rstrip("\n").split("\t")
-                report(f"converting the model: {stage}", int(done) if done else None, int(total) if total else None)
+                report(f"{doing}: {stage}", int(done) if done else None, int(total) if total else None)
             failed = process.wait() != 0
         finally:
             if process.poll() is None:
@@ -117,7 +123,7 @@ def convert(gguf: Path, destination: Path, report: Report) -> None:
                 process.wait()
             process.stdout.close()
         if failed:
-            raise ConfigError(f"cannot convert {gguf}: {_last_line(complaint.seek(0) or complaint.read())}")
+            raise ConfigError(f"{doing} failed: {source}: {_last_line(complaint.seek(0) or complaint.read())}")
 
 
 def _last_line(text: str | int) -> str:

@@ -17,7 +17,8 @@ from common.attention.hook import bound
 from common.errors import ConfigError
 from common.messages import KVLayout, LayerKV
 from common.model import rope
-from common.model.quantization import Quantization, quantised_digest, round_weights
+from common.model.quantised_weights import round_weights
+from common.model.quantization import Quantization, quantised_digest
 from common.model.store import model_digest
 from common.model.weights import Model, load_config, load_model
 

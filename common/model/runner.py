@@ -1,157 +1,40 @@
-"""One engine step on a transformers model: plan to tensors, one forward pass, tokens out.
+"""The one call a node makes for its engine: a configuration to a runner that is ready, and its pool.
 
-`load_runner` is the one call a node makes: it resolves and loads the model, sizes and opens the pool, picks
-the attention backend and hands back a runner that has run once.
+Our kernels alone run the architectures that they know, on a CPU (`program_runner`); everything else goes through the
+modules of transformers with our attention (`transformers_runner`), which is imported only then.
 """
 
-import inspect
 import os
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
-import torch
+from importlib import import_module
 
 from common import telemetry
-from common.attention.base import BACKENDS, AttentionBackend
-from common.attention.hook import bound
 from common.config import EngineConfig, ModelConfig
-from common.engine.request import StepPlan
 from common.errors import ConfigError
-from common.kv_cache.cache import num_pool_blocks, open_pool
 from common.kv_cache.memory import PoolMemory
 from common.messages import Incarnation
-from common.model import loader, philox
-from common.model.experts import expert_layers, expert_products, pad_experts
-from common.model.loader import LoadedModel
-from common.model.quantization import resolve_quantization
-from common.model.rows import linear_products, row_floor, widen_single_outputs
-from common.model.sampler import sample
-from common.model.step import step_tensors
+from common.model.base import ModelRunner
+from common.model.prepared import UnpreparedError, open_prepared
+from common.model.program_runner import program_runner
 from common.model.store import Progress, no_progress, resolve
-from common.registry import load
 
 log = telemetry.logger(__name__)
 
 
 def load_runner(
     model: ModelConfig, engine: EngineConfig, incarnation: Incarnation, *, progress: Progress = no_progress
-) -> tuple["TransformersRunner", PoolMemory]:
-    """Everything between a configuration and a first step. Blocks for seconds; ConfigError says what to change.
-
-    Sets torch's thread count for the whole process.
-    """
+) -> tuple[ModelRunner, PoolMemory]:
+    """Everything between a configuration and a first step. Blocks for seconds; ConfigError says what to change."""
     folder = resolve(model.model, progress=progress)
-    device = torch.device(model.device)
-    torch.set_num_threads(model.threads or max(1, (os.cpu_count() or 1) // 2))
-    loaded = loader.load(
-        folder,
-        dtype=getattr(torch, model.dtype),
-        block_size=engine.block_size,
-        max_model_len=model.max_model_len,
-        device=device,
-        quantization=resolve_quantization(model.quantization, folder),
-    )
-    floor = settle_row_floor(loaded, model) if model.batch_invariant and device.type == "cpu" else 0
-    philox.kernel()  # compiled now rather than at the first draw
-    backend = pick_backend(model.attention, loaded, num_threads=torch.get_num_threads())
-    num_blocks = num_pool_blocks(engine, loaded.layout, max_model_len=loaded.max_model_len, device=device)
-    memory, pool = open_pool(loaded.layout, num_blocks, incarnation, device)
-    log.info(
-        "runner ready", attention=backend.name, threads=torch.get_num_threads(), row_floor=floor, blocks=num_blocks
-    )
-    return TransformersRunner(loaded, backend, pool, row_floor=floor), memory
-
-
-def settle_row_floor(loaded: LoadedModel, model: ModelConfig) -> int:
-    """The measured floor; gives up threads that nobody asked for rather than equal bits."""
-    widen_single_outputs(loaded.module)
-    layers = expert_layers(loaded.module)
-
-    def measure() -> int | None:
-        return row_floor(
-            [*linear_products(loaded.module), *(p for layer in layers[:1] for p in expert_products(layer))]
-        )
-
-    floor = measure()
-    if floor is None and model.threads == 0 and torch.get_num_threads() > 1:
-        log.warning("one thread only: with more, this CPU's matrix products depend on the batch")
-        torch.set_num_threads(1)
-        floor = measure()
-    if floor is None:
-        raise ConfigError(
-            f"batch_invariant: with {torch.get_num_threads()} threads this CPU's matrix products depend on the batch; "
-            "set threads = 1 or batch_invariant = false"
-        )
-    pad_experts(loaded.module, floor)
-    return floor
-
-
-def pick_backend(name: str, loaded: LoadedModel, *, num_threads: int) -> AttentionBackend:
-    """The backend of that name; "auto" takes the fast one where it can run. ConfigError says why it cannot."""
-    if name != "auto":
-        return _backend(name, loaded, num_threads)
-    try:
-        return _backend("native", loaded, num_threads)
-    except ConfigError as error:
-        log.warning("slow attention: the native backend cannot be used", reason=error.message)
-        return _backend("reference", loaded, num_threads)
-
-
-def _backend(name: str, loaded: LoadedModel, num_threads: int) -> AttentionBackend:
-    cls = load(BACKENDS, name, kind="attention backend")
-    reason = cls.available()
-    if reason is not None:
-        raise ConfigError(f"attention: {name} is not available: {reason}")
-    backend: AttentionBackend = cls(num_threads=num_threads)
-    for layer in loaded.layers:
-        reason = backend.unsupported(layer, getattr(torch, loaded.layout.dtype), loaded.layout.block_size)
-        if reason is not None:
-            raise ConfigError(f"attention: {name} cannot run layer {layer.index} of this model: {reason}")
-    return backend
-
-
-class TransformersRunner:
-    """A `model.base.Runner` over any model that `loader.load` accepts.
-
-    With a `row_floor`, steps are padded (`rows`) so that a row's bits depend on its own sequence alone.
-    """
-
-    def __init__(self, loaded: LoadedModel, backend: AttentionBackend, pool: torch.Tensor, *, row_floor: int) -> None:
-        """`pool` is [num_blocks, block_elements] of `loaded.layout`."""
-        self.layout = loaded.layout
-        self.max_model_len = loaded.max_model_len
-        self.vocab_size = loaded.vocab_size
-        self.model_digest = loaded.digest
-        self.quantization: str = loaded.quantization
-        self._module = loaded.module
-        self._layers = loaded.layers
-        self._backend = backend
-        self._pool = pool
-        self._row_floor = row_floor
-        self._keeps_rows = "logits_to_keep" in inspect.signature(loaded.module.forward).parameters
-
-    def execute(self, plan: StepPlan) -> list[int]:
-        """See `Runner.execute`."""
-        sampling = [chunk for chunk in plan.chunks if chunk.samples]
-        logits = self.logits(plan)
-        rows = [(chunk.request.sampling, chunk.start + chunk.num_tokens) for chunk in sampling]
-        return sample(logits, rows) if rows else []
-
-    def logits(self, plan: StepPlan) -> npt.NDArray[np.float32]:
-        """The forward pass alone: [chunks that sample, vocab], for the token after each."""
-        step = step_tensors(plan.chunks, self._pool, self.layout.block_size, row_floor=self._row_floor)
-        layers, backend, batch = self._layers, self._backend, step.batch
-
-        def attend(
-            layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: dict[str, Any]
-        ) -> torch.Tensor:
-            return backend.attend(layers[layer.layer_idx], query, key, value, batch)
-
-        wanted = {"logits_to_keep": step.logit_rows} if self._keeps_rows else {}
-        with torch.inference_mode(), bound(attend):
-            logits = self._module(input_ids=step.ids, position_ids=step.positions, use_cache=False, **wanted).logits[0]
-            if not self._keeps_rows:
-                logits = logits[step.logit_rows]
-            kept: npt.NDArray[np.float32] = logits[: step.num_sampling].float().cpu().numpy()
-        return kept
+    threads = model.threads or max(1, (os.cpu_count() or 1) // 2)
+    if model.executor != "transformers":
+        try:
+            opened = open_prepared(folder, model, progress=progress)
+        except UnpreparedError as reason:
+            if model.executor == "native":
+                raise ConfigError(f"executor: native cannot run this model: {reason}") from reason
+            log.info("a step runs through transformers", reason=str(reason))
+        else:
+            return program_runner(opened, model, engine, incarnation, num_threads=threads)
+    through_transformers = import_module("common.model.transformers_runner").load_transformers_runner
+    loaded: tuple[ModelRunner, PoolMemory] = through_transformers(folder, model, engine, incarnation, threads=threads)
+    return loaded

@@ -1,34 +1,36 @@
-"""A step's plan as the tensors of one flattened batch: the chunks' tokens one after the other, then padding."""
+"""A step's plan as the arrays of one flattened batch: the chunks' tokens one after the other."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
-from common.attention.base import AttentionBatch
 from common.engine.request import Chunk
-from common.model.rows import padded
+
+Int64s = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class StepTensors:
-    """Inputs of one forward pass. Padding rows are token 0 at position 0 and belong to no sequence."""
+class StepArrays:
+    """Inputs of one forward pass; see `attention.base.AttentionBatch` for what the last five say."""
 
-    ids: torch.Tensor  # int64 [1, rows]
-    positions: torch.Tensor  # int64 [1, rows]
-    logit_rows: torch.Tensor  # int64: rows whose logits are needed, the last one repeated as padding
-    num_sampling: int
-    batch: AttentionBatch
+    ids: Int64s  # [rows]
+    positions: Int64s  # [rows]
+    logit_rows: Int64s  # rows whose logits are needed, ascending
+    starts: Int32s  # [num_seqs + 1]
+    context_lens: Int32s  # [num_seqs]
+    block_tables: Int32s  # [num_seqs, max_blocks]
+    row_blocks: Int64s  # [rows]
+    row_offsets: Int64s  # [rows]
 
 
-def step_tensors(chunks: Sequence[Chunk], pool: torch.Tensor, block_size: int, *, row_floor: int) -> StepTensors:
-    """Lay out `chunks`; all tensors on the pool's device. Cost: microseconds a sequence."""
+def step_arrays(chunks: Sequence[Chunk], block_size: int) -> StepArrays:
+    """Lay out `chunks`. Cost: microseconds a sequence."""
     num_rows = sum(chunk.num_tokens for chunk in chunks)
-    ids = np.zeros(padded(num_rows, row_floor), np.int64)
-    positions = np.zeros_like(ids)
-    row_blocks = np.empty(num_rows, np.int64)
-    starts, context_lens, sampling = [0], [], []
+    ids, positions, row_blocks = np.empty((3, num_rows), np.int64)
+    starts, context_lens, logit_rows = [0], [], []
     max_context = max(chunk.start + chunk.num_tokens for chunk in chunks)
     tables = np.zeros((len(chunks), -(-max_context // block_size)), np.int32)
     for seq, chunk in enumerate(chunks):
@@ -46,24 +48,14 @@ def step_tensors(chunks: Sequence[Chunk], pool: torch.Tensor, block_size: int, *
         starts.append(row + chunk.num_tokens)
         context_lens.append(end)
         if chunk.samples:
-            sampling.append(starts[-1] - 1)
-    logit_rows = sampling + sampling[-1:] * (padded(len(sampling), row_floor) - len(sampling))
-
-    def tensor(values: "np.ndarray | list[int]", dtype: type[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(np.asarray(values, dtype)).to(pool.device)
-
-    return StepTensors(
-        ids=tensor(ids, np.int64)[None],
-        positions=tensor(positions, np.int64)[None],
-        logit_rows=tensor(logit_rows, np.int64),
-        num_sampling=len(sampling),
-        batch=AttentionBatch(
-            pool=pool,
-            block_size=block_size,
-            starts=tensor(starts, np.int32),
-            context_lens=tensor(context_lens, np.int32),
-            block_tables=tensor(tables, np.int32),
-            row_blocks=tensor(row_blocks, np.int64),
-            row_offsets=tensor(positions[:num_rows] % block_size, np.int64),
-        ),
+            logit_rows.append(starts[-1] - 1)
+    return StepArrays(
+        ids=ids,
+        positions=positions,
+        logit_rows=np.asarray(logit_rows, np.int64),
+        starts=np.asarray(starts, np.int32),
+        context_lens=np.asarray(context_lens, np.int32),
+        block_tables=tables,
+        row_blocks=row_blocks,
+        row_offsets=positions % block_size,
     )

@@ -46,7 +46,7 @@ def resolve(model: str, *, progress: Progress = no_progress, cache: Path | None 
     """
     models = (cache or cache_root()) / "models"
     if model == DEMO:
-        return _cached(models, fetch.DEMO_NAME, fetch.DEMO_DISK_BYTES, _build_demo, progress)
+        return cached(models, fetch.DEMO_NAME, fetch.DEMO_DISK_BYTES, _build_demo, progress)
     if not model:
         raise ConfigError(f"model: is empty; give a folder, a .gguf file, a hub id or {DEMO!r}")
     path = Path(model).expanduser()
@@ -125,7 +125,7 @@ def _from_gguf(path: Path, models: Path, progress: Progress) -> Path:
         fetch.convert(path, folder / "model", progress)
         return folder / "model"
 
-    return _cached(models, name, path.stat().st_size, lambda folder, _: build(folder), progress)
+    return cached(models, name, path.stat().st_size, lambda folder, _: build(folder), progress)
 
 
 def _build_demo(folder: Path, progress: Progress) -> Path:
@@ -133,17 +133,17 @@ def _build_demo(folder: Path, progress: Progress) -> Path:
     return folder / "model"
 
 
-def _cached(
+def cached(
     models: Path, name: str, disk_bytes: int, build: Callable[[Path, Progress], Path], progress: Progress
 ) -> Path:
-    """`models/name`, made by `build(scratch folder)` if it is not there yet."""
+    """`models/name`, made by `build(scratch folder)` if it is not there yet: a folder or a file."""
     ready = models / name
-    if ready.is_dir():
+    if ready.exists():
         return ready
     try:
         models.mkdir(parents=True, exist_ok=True)
         with _lock(models / f"{name}.lock", progress):
-            if ready.is_dir():  # somebody else made it while we waited
+            if ready.exists():  # somebody else made it while we waited
                 return ready
             _require_disk(models, disk_bytes)
             scratch = models / f"{name}.partial"

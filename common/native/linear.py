@@ -9,41 +9,19 @@ import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import IntEnum
 from pathlib import Path
 
 import torch
 
 from common.errors import InternalError
+from common.native.abi import LinearArgs
+from common.native.abi import WeightKind as Kind
 from common.native.build import SOURCES, library
 
 TILE = 16  # outputs
 GROUP = 32  # consecutive k that share a scale and a minimum
 _SOURCE = SOURCES / "linear.cpp"
 _ROWS_AT_A_TIME = 4096  # of a weight while it is packed: a large one is never there twice
-
-
-class Kind(IntEnum):
-    """`Kind` of csrc/linear.h."""
-
-    F32 = 0
-    BF16 = 1
-    Q8 = 2
-    Q4 = 3
-
-
-class LinearStruct(ctypes.Structure):
-    """`Linear` of csrc/linear.h, field by field."""
-
-    _fields_ = (
-        ("kind", ctypes.c_int32),
-        ("n", ctypes.c_int32),
-        ("k", ctypes.c_int32),
-        ("data", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("minimums", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +40,12 @@ class PackedLinear:
     scales: torch.Tensor | None = None
     minimums: torch.Tensor | None = None
     bias: torch.Tensor | None = None
-    struct: LinearStruct = field(init=False, repr=False)
+    struct: LinearArgs = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         shape, dtype = packed_shape(self.kind, n=self.n, k=self.k)
         factors = (shape[0], self.k // GROUP, TILE) if self.kind in (Kind.Q8, Kind.Q4) else None
-        struct = LinearStruct(
+        struct = LinearArgs(
             kind=self.kind,
             n=self.n,
             k=self.k,

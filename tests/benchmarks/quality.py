@@ -23,9 +23,11 @@ from transformers import AutoModelForCausalLM
 from common.config import EngineConfig, ModelConfig
 from common.engine.request import Chunk, EngineRequest, StepPlan
 from common.messages import BlockId, Incarnation, RequestId, Sampling
-from common.model.quantization import resolve_quantization, round_weights
+from common.model.base import ModelRunner
+from common.model.quantised_weights import round_weights
+from common.model.quantization import resolve_quantization
 from common.model.quantize import fake_quantise_rows
-from common.model.runner import TransformersRunner, load_runner
+from common.model.runner import load_runner
 from common.model.store import DEMO, Progress, resolve
 from common.model.tokenizer import Tokenizer
 from tests.benchmarks.report import grid, number, run_part
@@ -171,7 +173,7 @@ class Simulated:
 class Engine:
     """A runner, one token of every sequence a step: `Runner.logits` as decoding uses it."""
 
-    def __init__(self, runner: TransformersRunner) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
 
     def pieces(self, sequences: Sequences) -> Iterator[tuple[int, int, Logits]]:

@@ -7,7 +7,8 @@ import torch
 from common.config import EngineConfig
 from common.errors import ConfigError
 from common.kv_cache import cache
-from common.kv_cache.cache import num_pool_blocks, open_pool
+from common.kv_cache.cache import num_pool_blocks
+from common.kv_cache.tensor_pool import open_pool
 from common.messages import Incarnation, KVLayout, LayerKV
 
 LAYOUT = KVLayout(16, "float32", 4, (LayerKV(3, 64, 64),) * 30)  # 737,280 bytes a block
@@ -17,7 +18,7 @@ CPU = torch.device("cpu")
 def blocks(available: int, monkeypatch: pytest.MonkeyPatch, *, memory: int = 0, max_model_len: int = 8192) -> int:
     monkeypatch.setattr(cache, "available_bytes", lambda: available)
     config = EngineConfig(kv_cache_memory=memory)
-    return num_pool_blocks(config, LAYOUT, max_model_len=max_model_len, device=CPU)
+    return num_pool_blocks(config, LAYOUT, max_model_len=max_model_len)
 
 
 def test_a_pool_takes_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,8 @@ import torch
 
 from common.model import loader
 from common.model.kept_weights import save_quantised
-from common.model.quantization import (
-    Quantization,
-    linear_weights,
-    quantised_digest,
-    quantised_weights,
-    resolve_quantization,
-)
+from common.model.quantised_weights import linear_weights, quantised_weights
+from common.model.quantization import Quantization, quantised_digest, resolve_quantization
 from common.model.quantize import dequantise, quantise
 from tests.tiny_models import save_model
 

@@ -6,7 +6,7 @@ import torch
 from common.engine.request import Chunk, EngineRequest
 from common.errors import InternalError
 from common.messages import BlockId, RequestId, Sampling
-from common.model.step import step_tensors
+from common.model.step_tensors import step_tensors
 
 POOL = torch.zeros(32, 8)
 

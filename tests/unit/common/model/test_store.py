@@ -194,7 +194,7 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, conversions: lis
 
 def test_a_conversion_that_fails_says_why(tmp_path: Path) -> None:
     gguf = write_gguf(tmp_path / "broken.gguf", b"\3\0\0\0")
-    with pytest.raises(ConfigError, match=r"cannot convert .*broken\.gguf: this is no GGUF file"):
+    with pytest.raises(ConfigError, match=r"converting the model failed: .*broken\.gguf: this is no GGUF file"):
         fetch.convert(gguf, tmp_path / "out", lambda *_: None)
     assert not (tmp_path / "out").exists()
 

@@ -1,0 +1,30 @@
+"""The pool as a tensor, in host memory or on a device."""
+
+import numpy as np
+import torch
+
+from common.errors import ConfigError
+from common.kv_cache.memory import PoolMemory, allocate
+from common.messages import Incarnation, KVLayout
+
+
+def open_pool(
+    layout: KVLayout, num_blocks: int, incarnation: Incarnation, device: torch.device
+) -> tuple[PoolMemory, torch.Tensor]:
+    """The pool's bytes and a tensor [num_blocks, block_elements] over them.
+
+    On a GPU the blocks live in the tensor alone: `PoolMemory.blocks` is then empty and `fd` -1.
+    ConfigError if the memory is not there.
+    """
+    dtype = getattr(torch, layout.dtype)
+    if device.type == "cpu":
+        memory = allocate(layout, num_blocks, incarnation)
+        return memory, torch.from_numpy(memory.blocks).view(dtype)
+    try:
+        pool = torch.zeros(num_blocks, layout.block_elements, dtype=dtype, device=device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"kv_cache_memory: {device} lacks {num_blocks * layout.block_bytes / 2**20:.0f} MiB; set it smaller"
+        ) from error
+    blocks = np.empty((0, layout.block_bytes), np.uint8)
+    return PoolMemory(incarnation, layout, blocks, np.zeros(num_blocks, np.int64)), pool

@@ -1,0 +1,64 @@
+"""One engine step on our kernels alone: plan to arrays, one call, tokens out. Neither torch nor transformers."""
+
+from common import telemetry
+from common.config import EngineConfig, ModelConfig
+from common.engine.request import StepPlan
+from common.kv_cache.cache import num_pool_blocks
+from common.kv_cache.memory import PoolMemory, allocate
+from common.messages import Incarnation
+from common.model import philox
+from common.model.prepared import Opened
+from common.model.program import Floats, Program
+from common.model.sampler import sample
+from common.model.step import step_arrays
+
+log = telemetry.logger(__name__)
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def program_runner(
+    opened: Opened, model: ModelConfig, engine: EngineConfig, incarnation: Incarnation, *, num_threads: int
+) -> tuple["ProgramRunner", PoolMemory]:
+    """A runner of the prepared model, over a pool of its own. ConfigError if the pool cannot be had."""
+    recipe = opened.recipe
+    layout = recipe.layout(engine.block_size, model.dtype, _ITEM_BYTES[model.dtype])
+    max_model_len = model.max_model_len or recipe.max_model_len
+    num_blocks = num_pool_blocks(engine, layout, max_model_len=max_model_len)
+    memory = allocate(layout, num_blocks, incarnation)
+    philox.kernel()  # compiled now rather than at the first draw
+    program = Program(
+        recipe,
+        opened.weights,
+        opened.arrays,
+        memory.blocks,
+        block_size=engine.block_size,
+        dtype=model.dtype,
+        num_threads=num_threads,
+    )
+    log.info(
+        "runner ready", executor="native", quantization=opened.quantization, threads=num_threads, blocks=num_blocks
+    )
+    return ProgramRunner(program, memory, opened, max_model_len=max_model_len), memory
+
+
+class ProgramRunner:
+    """A `model.base.Runner` over a `Program`: a row's bits depend on its own sequence alone, without padding."""
+
+    def __init__(self, program: Program, memory: PoolMemory, opened: Opened, *, max_model_len: int) -> None:
+        self.layout = memory.layout
+        self.max_model_len = max_model_len
+        self.vocab_size = program.recipe.vocab_size
+        self.model_digest = opened.digest
+        self.quantization: str = opened.quantization
+        self.program = program
+
+    def execute(self, plan: StepPlan) -> list[int]:
+        """See `Runner.execute`."""
+        logits = self.logits(plan)
+        rows = [(chunk.request.sampling, chunk.start + chunk.num_tokens) for chunk in plan.chunks if chunk.samples]
+        return sample(logits, rows) if rows else []
+
+    def logits(self, plan: StepPlan) -> Floats:
+        """The forward pass alone: [chunks that sample, vocab], for the token after each."""
+        return self.program.run(step_arrays(plan.chunks, self.layout.block_size))
