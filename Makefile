@@ -2,7 +2,7 @@
 #   make up     start a cluster that answers on http://127.0.0.1:8000
 #   make test   check everything: lint, types, import rules, fast tests, real processes
 #
-# Both make .venv first (1.2 GB on disk, 1.6 GB with what `make test` needs) and need python3 >= 3.11 with venv, make and, for the fast
+# Both make .venv first (1.2 GB on disk, 2.3 GB with what `make test` needs) and need python3 >= 3.11 with venv, make and, for the fast
 # kernels, g++.
 #
 #   make up PORT=8001 PREFILL=2 DECODE=2 MODEL=path-or-id TRANSPORT=tcp ARGS="more flags of baton up"

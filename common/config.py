@@ -30,7 +30,9 @@ class ModelConfig:
         Literal["auto", "none", "int8", "int4"],
         Meta(description="Weights in groups of 32: auto keeps the width that a GGUF checkpoint has."),
     ] = "auto"
-    attention: Annotated[Literal["auto", "native", "reference"], Meta(description="Attention backend.")] = "auto"
+    attention: Annotated[Literal["auto", "native", "reference", "triton"], Meta(description="Attention backend.")] = (
+        "auto"
+    )
     executor: Annotated[
         Literal["auto", "native", "transformers"],
         Meta(description="Who computes a step: our kernels alone, or the modules of transformers."),

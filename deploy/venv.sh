@@ -70,7 +70,7 @@ if ! "$venv/bin/python" -m pip show torch 2>/dev/null | grep -q "^Version: ${tor
         pip_install "$torch"
     fi
 fi
-echo "baton: installing the rest (about 100 MB to download; with the developers' tools and UCX about 350 MB)"
+echo "baton: installing the rest (about 100 MB to download; with the developers' tools, UCX and Triton about 550 MB)"
 pip_install -e "$requirement"
 
 touch "$venv/.runtime"

@@ -78,5 +78,6 @@ class AttentionBackend(Protocol):
 BACKENDS = {
     "reference": "common.attention.reference:ReferenceAttention",
     "native": "common.attention.native:NativeAttention",
+    "triton": "common.attention.triton:TritonAttention",
 }
 """Name -> "module:Class", imported on use (`common.registry`)."""

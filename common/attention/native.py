@@ -57,8 +57,10 @@ class NativeAttention:
         self._rows_address = ctypes.addressof(self._rows)
 
     @staticmethod
-    def available() -> str | None:
+    def available(device_type: str = "cpu") -> str | None:
         """Why the kernel cannot be used on this machine, or None. Compiles it if need be (some seconds, once)."""
+        if device_type != "cpu":
+            return "it is for the CPU"
         try:
             load_library(library(_SOURCE))
         except ConfigError as error:

@@ -18,8 +18,8 @@ class ReferenceAttention:
         """`num_threads` is torch's own business here."""
 
     @staticmethod
-    def available() -> str | None:
-        """Why it cannot be used on this machine: never."""
+    def available(device_type: str = "cpu") -> str | None:
+        """Why it cannot be used on such a device of this machine: never."""
         return None
 
     def unsupported(self, layer: LayerSpec, dtype: torch.dtype, block_size: int) -> str | None:

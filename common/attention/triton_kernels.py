@@ -12,6 +12,8 @@ itself: with fewer than 64 rows Triton takes the same instruction for any number
 take another (wgmma on Hopper), whose last bits nobody promises.
 """
 
+# ruff: noqa: SIM102, SIM108 - an `if` on a constant chooses code, so it stands alone and binds its names inside
+
 import triton
 import triton.language as tl
 
@@ -31,82 +33,67 @@ def store(
     v_offset,
     row_blocks,
     row_offsets,
+    num_rows,
     BLOCK_SIZE: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    HEADS_PAD: tl.constexpr,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
-    K_PAD: tl.constexpr,
-    V_PAD: tl.constexpr,
+    K_ROW: tl.constexpr,
+    V_ROW: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """One row of the step into the pool. Grid: [num_rows]."""
-    row = tl.program_id(0).to(tl.int64)
-    block = pool + tl.load(row_blocks + row).to(tl.int64) * block_stride
-    offset = tl.load(row_offsets + row)
-    head = tl.arange(0, HEADS_PAD)[:, None]
-    dim = tl.arange(0, K_PAD)[None, :]
-    real = (head < KV_HEADS) & (dim < K_DIM)
-    k = tl.load(key + row * (KV_HEADS * K_DIM) + head * K_DIM + dim, mask=real)
-    target = block + k_offset + (head * BLOCK_SIZE + offset) * K_DIM + dim
-    tl.store(target, k.to(tl.float32).to(pool.dtype.element_ty), mask=real)
-    dim = tl.arange(0, V_PAD)[None, :]
-    real = (head < KV_HEADS) & (dim < V_DIM)
-    v = tl.load(value + row * (KV_HEADS * V_DIM) + head * V_DIM + dim, mask=real)
-    target = block + v_offset + (head * BLOCK_SIZE + offset) * V_DIM + dim
-    tl.store(target, v.to(tl.float32).to(pool.dtype.element_ty), mask=real)
+    """ROWS rows of the step into the pool. Grid: [ceil(num_rows / ROWS)]. K_ROW and V_ROW: a row's elements, padded."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real = row < num_rows
+    block = tl.load(row_blocks + row, mask=real, other=0).to(tl.int64) * block_stride
+    offset = tl.load(row_offsets + row, mask=real, other=0)
+    row = row.to(tl.int64)
+    _store_part(key, pool + k_offset, row, real, block, offset, BLOCK_SIZE, KV_HEADS, K_DIM, K_ROW)
+    _store_part(value, pool + v_offset, row, real, block, offset, BLOCK_SIZE, KV_HEADS, V_DIM, V_ROW)
+
+
+@triton.jit
+def _store_part(
+    rows,
+    base,
+    row,
+    real,
+    block,
+    offset,
+    BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROW: tl.constexpr,
+):
+    """Keys or values of rows [.., KV_HEADS, DIM] to their places in a layer that begins at `base` of block 0."""
+    element = tl.arange(0, ROW)
+    mask = real[:, None] & (element < KV_HEADS * DIM)[None, :]
+    found = tl.load(rows + row[:, None] * (KV_HEADS * DIM) + element[None, :], mask=mask, other=0.0)
+    in_block = (element // DIM * (BLOCK_SIZE * DIM) + element % DIM)[None, :] + offset[:, None] * DIM
+    tl.store(base + block[:, None] + in_block, found.to(tl.float32).to(base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def attend_rows(
     query,  # [num_tokens, num_heads, K_DIM]
     out,  # [num_tokens, num_heads, V_DIM]
-    pool,
-    block_stride,
-    k_offset,
-    v_offset,
-    starts,
-    context_lens,
-    tables,
-    table_stride,
-    sinks,
-    num_seqs,
-    scale,
-    SKIP_SINGLE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    K_PAD: tl.constexpr,
-    V_PAD: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    ROUND: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+    pool, block_stride, k_offset, v_offset,
+    starts, context_lens, tables, table_stride, sinks, num_seqs, scale,
+    SKIP_SINGLE: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_PAD: tl.constexpr, V_PAD: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ROUND: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
     """ROWS rows of one sequence over their whole context. Grid: [num_rows * GROUP // ROWS + num_seqs, KV_HEADS].
 
-    Sequence s owns the ids from `starts[s] * GROUP // ROWS + s` on: at least as many as it has tiles of rows, found
-    without asking the host. SKIP_SINGLE leaves sequences of one token to `attend_split`.
+    SKIP_SINGLE leaves sequences of one token to `attend_split`.
     """
-    tile_id = tl.program_id(0)
     kv_head = tl.program_id(1)
-    low = 0
-    high = num_seqs
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(starts + middle) * GROUP // ROWS + middle <= tile_id:
-            low = middle + 1
-        else:
-            high = middle
-    seq = low - 1
+    seq, tile = _tile_of(tl.program_id(0), starts, num_seqs, GROUP, ROWS)
     start = tl.load(starts + seq)
     num_tokens = tl.load(starts + seq + 1) - start
-    first_row = (tile_id - (start * GROUP // ROWS + seq)) * ROWS
+    first_row = tile * ROWS
     if first_row >= num_tokens * GROUP:
         return
     if SKIP_SINGLE:
@@ -115,67 +102,47 @@ def attend_rows(
     context = tl.load(context_lens + seq)
     row = first_row + tl.arange(0, ROWS)
     real = row < num_tokens * GROUP
-    token = row // GROUP
     head = kv_head * GROUP + row % GROUP
-    position = tl.where(real, context - num_tokens + token, -1)
-    at = (start + token).to(tl.int64) * (KV_HEADS * GROUP) + head
-    dim = tl.arange(0, K_PAD)
-    q = tl.load(query + at[:, None] * K_DIM + dim[None, :], mask=real[:, None] & (dim < K_DIM)[None, :], other=0.0)
-    k_base = pool + k_offset + kv_head * BLOCK_SIZE * K_DIM
-    v_base = pool + v_offset + kv_head * BLOCK_SIZE * V_DIM
-    table = tables + seq.to(tl.int64) * table_stride
-    oldest_seen = context - num_tokens + first_row // GROUP
+    position = tl.where(real, context - num_tokens + row // GROUP, -1)
+    at = (start + row // GROUP).to(tl.int64) * (KV_HEADS * GROUP) + head
+    q = _queries(query, at, real, K_DIM, K_PAD)
+    begin = _first_tile(context - num_tokens + first_row // GROUP, WINDOW, TILE)
     end = tl.minimum(context, context - num_tokens + (first_row + ROWS - 1) // GROUP + 1)
-    begin = _first_tile(oldest_seen, WINDOW, TILE)
-
     total_m = tl.full([ROWS], float("-inf"), tl.float32)
-    total_l = tl.zeros([ROWS], tl.float32)
+    total_mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, V_PAD], tl.float32)
     for split in range(begin // SPLIT, (end + SPLIT - 1) // SPLIT):
-        m, l, acc = _one_split(
+        m, mass, acc = _one_split(
             q, position, tl.maximum(begin, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), context,
-            table, k_base, v_base, block_stride, scale,
+            tables + seq.to(tl.int64) * table_stride,
+            pool + k_offset + kv_head * BLOCK_SIZE * K_DIM, pool + v_offset + kv_head * BLOCK_SIZE * V_DIM,
+            block_stride, scale,
             BLOCK_SIZE, K_DIM, V_DIM, K_PAD, V_PAD, WINDOW, SOFTCAP, ROUND, WIDE, ROWS, TILE,
         )  # fmt: skip
-        total_m, total_l, total = _merged(total_m, total_l, total, m, l, acc)
+        total_m, total_mass, total = _merged(total_m, total_mass, total, m, mass, acc)
     if SINKS:
-        total_m, total_l, total = _sunk(total_m, total_l, total, tl.load(sinks + head))
-    _write(out, at, real, total_l, total, V_DIM, V_PAD)
+        total_m, total_mass, total = _sunk(total_m, total_mass, total, tl.load(sinks + head))
+    _write(out, at, real, total_mass, total, V_DIM, V_PAD)
 
 
 @triton.jit
 def attend_split(
     query,
-    part_m,  # [num_seqs, num_heads, num_splits], likewise part_l
-    part_l,
+    part_m,  # [num_seqs, num_heads, num_splits], likewise part_mass
+    part_mass,
     part,  # [num_seqs, num_heads, num_splits, V_PAD]
-    pool,
-    block_stride,
-    k_offset,
-    v_offset,
-    starts,
-    context_lens,
-    tables,
-    table_stride,
-    num_splits,
-    scale,
-    BLOCK_SIZE: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    K_PAD: tl.constexpr,
-    V_PAD: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ROUND: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
+    pool, block_stride, k_offset, v_offset,
+    starts, context_lens, tables, table_stride, num_splits, scale,
     GROUP_TILES: tl.constexpr,
-):
-    """One split for the heads of a group, of sequences of one token. Grid: [num_splits, KV_HEADS * GROUP_TILES, seqs]."""
+    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_PAD: tl.constexpr, V_PAD: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ROUND: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """One split for the heads of a group, for sequences of one token.
+
+    Grid: [num_splits, KV_HEADS * GROUP_TILES, num_seqs].
+    """
     split = tl.program_id(0)
     kv_head = tl.program_id(1) // GROUP_TILES
     seq = tl.program_id(2)
@@ -193,9 +160,8 @@ def attend_split(
     head = kv_head * GROUP + row
     position = tl.where(real, context - 1, -1)
     at = start.to(tl.int64) * (KV_HEADS * GROUP) + head
-    dim = tl.arange(0, K_PAD)
-    q = tl.load(query + at[:, None] * K_DIM + dim[None, :], mask=real[:, None] & (dim < K_DIM)[None, :], other=0.0)
-    m, l, acc = _one_split(
+    q = _queries(query, at, real, K_DIM, K_PAD)
+    m, mass, acc = _one_split(
         q, position, first, last, context, tables + seq.to(tl.int64) * table_stride,
         pool + k_offset + kv_head * BLOCK_SIZE * K_DIM, pool + v_offset + kv_head * BLOCK_SIZE * V_DIM,
         block_stride, scale,
@@ -203,7 +169,7 @@ def attend_split(
     )  # fmt: skip
     cell = (seq.to(tl.int64) * (KV_HEADS * GROUP) + head) * num_splits + split
     tl.store(part_m + cell, m, mask=real)
-    tl.store(part_l + cell, l, mask=real)
+    tl.store(part_mass + cell, mass, mask=real)
     dim = tl.arange(0, V_PAD)
     tl.store(part + cell[:, None] * V_PAD + dim[None, :], acc, mask=real[:, None] & (dim < V_DIM)[None, :])
 
@@ -211,7 +177,7 @@ def attend_split(
 @triton.jit
 def combine(
     part_m,
-    part_l,
+    part_mass,
     part,
     out,
     starts,
@@ -238,47 +204,42 @@ def combine(
     dim = tl.arange(0, V_PAD)
     stored = real[:, None] & (dim < V_DIM)[None, :]
     total_m = tl.full([HEADS], float("-inf"), tl.float32)
-    total_l = tl.zeros([HEADS], tl.float32)
+    total_mass = tl.zeros([HEADS], tl.float32)
     total = tl.zeros([HEADS, V_PAD], tl.float32)
     for split in range(_first_tile(context - 1, WINDOW, TILE) // SPLIT, (context + SPLIT - 1) // SPLIT):
         cell = (seq.to(tl.int64) * NUM_HEADS + head) * num_splits + split
         m = tl.load(part_m + cell, mask=real, other=float("-inf"))
-        l = tl.load(part_l + cell, mask=real, other=0.0)
+        mass = tl.load(part_mass + cell, mask=real, other=0.0)
         acc = tl.load(part + cell[:, None] * V_PAD + dim[None, :], mask=stored, other=0.0)
-        total_m, total_l, total = _merged(total_m, total_l, total, m, l, acc)
+        total_m, total_mass, total = _merged(total_m, total_mass, total, m, mass, acc)
     if SINKS:
-        total_m, total_l, total = _sunk(total_m, total_l, total, tl.load(sinks + head, mask=real, other=0.0))
-    _write(out, start.to(tl.int64) * NUM_HEADS + head, real, total_l, total, V_DIM, V_PAD)
+        total_m, total_mass, total = _sunk(total_m, total_mass, total, tl.load(sinks + head, mask=real, other=0.0))
+    _write(out, start.to(tl.int64) * NUM_HEADS + head, real, total_mass, total, V_DIM, V_PAD)
 
 
 @triton.jit
-def copy_rows(
-    source,
-    target,
-    source_rows,
-    target_rows,
-    source_stride,
-    target_stride,
-    row_elements,
-    FROM_ROWS: tl.constexpr,
-    TO_ROWS: tl.constexpr,
-    PIECE: tl.constexpr,
-):
-    """`target[target_rows[i]] = source[source_rows[i]]`, or row i itself where there are no indices.
+def _tile_of(tile_id, starts, num_seqs, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Which sequence a tile of rows belongs to, and which of its tiles it is; found without asking the host.
 
-    Grid: [ceil(row_elements / PIECE), number of rows].
+    Sequence s owns the ids from `starts[s] * GROUP // ROWS + s` on: at least as many as it has tiles.
     """
-    index = tl.program_id(1).to(tl.int64)
-    here = index
-    there = index
-    if FROM_ROWS:
-        here = tl.load(source_rows + index).to(tl.int64)
-    if TO_ROWS:
-        there = tl.load(target_rows + index).to(tl.int64)
-    element = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
-    real = element < row_elements
-    piece = tl.load(source + here * source_stride + element, mask=real)
-    tl.store(target + there * target_stride + element, piece, mask=real)
+    low = 0
+    high = num_seqs
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(starts + middle) * GROUP // ROWS + middle <= tile_id:
+            low = middle + 1
+        else:
+            high = middle
+    seq = low - 1
+    return seq, tile_id - (tl.load(starts + seq) * GROUP // ROWS + seq)
+
+
+@triton.jit
+def _queries(query, at, real, K_DIM: tl.constexpr, K_PAD: tl.constexpr):
+    """Rows `at` of query [.., K_DIM], as [rows, K_PAD]."""
+    dim = tl.arange(0, K_PAD)
+    return tl.load(query + at[:, None] * K_DIM + dim[None, :], mask=real[:, None] & (dim < K_DIM)[None, :], other=0.0)
 
 
 @triton.jit
@@ -295,26 +256,12 @@ def _one_split(
     q,  # [ROWS, K_PAD]
     position,  # [ROWS]; -1 for a row that is none
     first,  # a multiple of TILE
-    last,
-    context,
-    table,
-    k_base,
-    v_base,
-    block_stride,
-    scale,
-    BLOCK_SIZE: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    K_PAD: tl.constexpr,
-    V_PAD: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ROUND: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Largest score (base 2) [ROWS], sum of weights [ROWS], weighted values [ROWS, V_PAD] over positions first..last."""
+    last, context, table, k_base, v_base, block_stride, scale,
+    BLOCK_SIZE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_PAD: tl.constexpr, V_PAD: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ROUND: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Over positions first..last: largest score (base 2) and sum of weights [ROWS], weighted values [ROWS, V_PAD]."""
     k_dim = tl.arange(0, K_PAD)
     v_dim = tl.arange(0, V_PAD)
     m = tl.full([ROWS], float("-inf"), tl.float32)
@@ -354,7 +301,7 @@ def _one_split(
             other=0.0,
         )
         acc = _product(weights, v, acc * kept[:, None], WIDE)
-        sums = _product(weights, tl.full([TILE, 16], 1.0, weights.dtype), sums * kept[:, None], WIDE)
+        sums = _product(weights, tl.full([TILE, 16], 1.0, tl.float32).to(weights.dtype), sums * kept[:, None], WIDE)
     return m, tl.max(sums, 1), acc
 
 
@@ -369,28 +316,28 @@ def _product(a, b, acc, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _merged(m_a, l_a, acc_a, m_b, l_b, acc_b):
+def _merged(m_a, mass_a, acc_a, m_b, mass_b, acc_b):
     """Two spans of a context as one. Nothing merged with a span is that span, to the bit."""
     m = tl.maximum(m_a, m_b)
     finite = tl.where(m == float("-inf"), 0.0, m)
     a = tl.exp2(m_a - finite)
     b = tl.exp2(m_b - finite)
-    return m, l_a * a + l_b * b, acc_a * a[:, None] + acc_b * b[:, None]
+    return m, mass_a * a + mass_b * b, acc_a * a[:, None] + acc_b * b[:, None]
 
 
 @triton.jit
-def _sunk(m, l, acc, sink):
+def _sunk(m, mass, acc, sink):
     """One more logit in the softmax, whose share goes nowhere."""
     sink = sink * LOG2E
     new_m = tl.maximum(m, sink)
     kept = tl.exp2(m - new_m)
-    return new_m, l * kept + tl.exp2(sink - new_m), acc * kept[:, None]
+    return new_m, mass * kept + tl.exp2(sink - new_m), acc * kept[:, None]
 
 
 @triton.jit
-def _write(out, at, real, l, acc, V_DIM: tl.constexpr, V_PAD: tl.constexpr):
+def _write(out, at, real, mass, acc, V_DIM: tl.constexpr, V_PAD: tl.constexpr):
     """Rows `at` of out [.., V_DIM]."""
     dim = tl.arange(0, V_PAD)
-    rows = acc / tl.where(l == 0, 1.0, l)[:, None]  # 0 for a row that is none
+    rows = acc / tl.where(mass == 0, 1.0, mass)[:, None]  # 0 for a row that is none
     target = out + at[:, None] * V_DIM + dim[None, :]
     tl.store(target, rows.to(out.dtype.element_ty), mask=real[:, None] & (dim < V_DIM)[None, :])

@@ -85,19 +85,20 @@ def settle_row_floor(loaded: LoadedModel, model: ModelConfig) -> int:
 
 
 def pick_backend(name: str, loaded: LoadedModel, *, num_threads: int) -> AttentionBackend:
-    """The backend of that name; "auto" takes the fast one where it can run. ConfigError says why it cannot."""
+    """The backend of that name; "auto" takes the device's fast one where it can run. ConfigError says why it cannot."""
     if name != "auto":
         return _backend(name, loaded, num_threads)
+    fast = "triton" if loaded.module.device.type == "cuda" else "native"
     try:
-        return _backend("native", loaded, num_threads)
+        return _backend(fast, loaded, num_threads)
     except ConfigError as error:
-        log.warning("slow attention: the native backend cannot be used", reason=error.message)
+        log.warning(f"slow attention: the {fast} backend cannot be used", reason=error.message)
         return _backend("reference", loaded, num_threads)
 
 
 def _backend(name: str, loaded: LoadedModel, num_threads: int) -> AttentionBackend:
     cls = load(BACKENDS, name, kind="attention backend")
-    reason = cls.available()
+    reason = cls.available(loaded.module.device.type)
     if reason is not None:
         raise ConfigError(f"attention: {name} is not available: {reason}")
     backend: AttentionBackend = cls(num_threads=num_threads)
