@@ -36,8 +36,7 @@ class Scene:
         value = torch.cat([self.sequences[s].value[a:b] for s, a, b in parts])
         if padding_rows:
             query, key, value = (
-                torch.cat([x, torch.full((padding_rows, *x.shape[1:]), float("nan"), dtype=x.dtype)])
-                for x in (query, key, value)
+                torch.cat([x, x.new_full((padding_rows, *x.shape[1:]), float("nan"))]) for x in (query, key, value)
             )
         out = backend.attend(self.layer, query, key, value, self.batch(parts))
         assert out.shape == (query.shape[0], self.layer.num_heads, self.layer.v_head_dim)
