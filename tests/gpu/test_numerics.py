@@ -12,12 +12,13 @@ from common.attention.base import AttentionBatch
 from common.attention.reference import ReferenceAttention
 from common.attention.triton import TritonAttention
 from common.config import EngineConfig, ModelConfig
-from common.kv_cache.cache import open_pool
+from common.kv_cache.tensor_pool import open_pool
 from common.messages import Incarnation
 from common.model import loader
-from common.model.runner import TransformersRunner, load_runner, pick_backend
+from common.model.runner import load_runner
+from common.model.transformers_runner import TransformersRunner, pick_backend
+from tests.contract.model_oracle import BLOCK_SIZE, NUM_TOKENS, PROMPTS, serve
 from tests.contract.test_attention import SHAPES
-from tests.contract.test_models import BLOCK_SIZE, NUM_TOKENS, PROMPTS, serve
 from tests.tiny_models import save_model
 from tests.unit.common.attention.scene import Scene, Sequence, draw
 
@@ -102,10 +103,11 @@ def test_blocks_are_copied_bit_for_bit(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_a_whole_model_answers_as_transformers_does(family: str, tmp_path: Path) -> None:
     folder = save_model(family, tmp_path, seed=1 if family == "deepseek_v3" else 0)
-    loaded = loader.load(folder, dtype=torch.float32, block_size=BLOCK_SIZE, device=torch.device("cuda"))
+    cuda = torch.device("cuda")
+    loaded = loader.load(folder, dtype=torch.float32, block_size=BLOCK_SIZE, device=cuda, quantization="none")
     backend = pick_backend("auto", loaded, num_threads=1)
     assert backend.name == "triton"
-    _, pool = open_pool(loaded.layout, 128, Incarnation("gpu"), torch.device("cuda"))
+    _, pool = open_pool(loaded.layout, 128, Incarnation("gpu"), cuda)
     auto: Any = AutoModelForCausalLM
     model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval().cuda()
     expected = []
