@@ -137,7 +137,7 @@ def linear(
         good = rows.dtype is torch.float32 and rows.device.type == "cpu" and rows.shape == (x.shape[0], width)
         if not good or rows.stride(1) != 1:
             raise ValueError(f"{name}: float32 rows of {width} on the host wanted, got {rows.dtype} {list(rows.shape)}")
-    failed = load_library(library(_SOURCE)).baton_linear(
+    failed = _kernel().baton_linear(
         ctypes.byref(packed.struct),
         *(x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0)),
         *(x.shape[0], add, num_threads),
@@ -152,7 +152,7 @@ def weight_row(packed: PackedLinear, row: int) -> torch.Tensor:
     if not 0 <= row < packed.n:
         raise IndexError(f"row {row} of {packed.n}")
     out = torch.empty(packed.k)
-    load_library(library(_SOURCE)).baton_weight_row(ctypes.byref(packed.struct), row, out.data_ptr())
+    _kernel().baton_weight_row(ctypes.byref(packed.struct), row, out.data_ptr())
     return out
 
 
@@ -171,8 +171,12 @@ def dequantised(packed: PackedLinear) -> torch.Tensor:
 
 
 @functools.cache
-def load_library(path: Path) -> ctypes.CDLL:
-    """The compiled kernel, its signatures declared."""
+def _kernel() -> ctypes.CDLL:
+    return load_kernel(library(_SOURCE))
+
+
+def load_kernel(path: Path) -> ctypes.CDLL:
+    """The compiled library, its signatures declared."""
     loaded = ctypes.CDLL(str(path))
     pointer, stride, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     loaded.baton_linear.argtypes = (pointer, pointer, stride, pointer, stride, integer, integer, integer)

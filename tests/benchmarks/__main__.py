@@ -6,6 +6,7 @@ Parts, each a process of its own (a module here that can also be run by itself):
 
     machine      cores, memory bandwidth, fp32 arithmetic: the limits
     attention    the attention kernel beside its limits and beside gather + SDPA
+    linear       linear layers of every weight kind beside their limits and beside torch
     transports   each transport beside a memcpy of the same blocks
     step         one engine step beside the least it could take, and where its time goes
     quality      what quantised weights cost: perplexity, agreement with fp32
@@ -50,6 +51,7 @@ class Part:
 PARTS = (
     Part("machine", "machine", "Limits of the machine"),
     Part("attention", "bench_attention", "Attention", ("--rounds", "9"), ("--rounds", "3"), shows_progress=False),
+    Part("linear", "bench_linear", "Linear layers", ("--rounds", "9"), ("--rounds", "3"), shows_progress=False),
     Part("transports", "bench_transfer", "Transports", ("--rounds", "20"), ("--rounds", "6"), shows_progress=False),
     Part("step", "decode_step", "Engine step"),
     Part("quality", "quality", "Quality"),

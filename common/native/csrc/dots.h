@@ -12,6 +12,8 @@
 namespace {
 
 INLINE vi splat_word(int32_t x) { return x + (vi){}; }
+// Keeps adding where it is written: else GCC reorders the sums and spills every product.
+INLINE vi in_order(vi x) { return (vi)held((vf)x); }
 INLINE vi load_words(const void* p) {
     typedef int32_t memory __attribute__((vector_size(4 * kWidth), aligned(1), may_alias));
     return *(const memory*)p;
@@ -85,7 +87,7 @@ typedef int16_t vs __attribute__((vector_size(4 * kWidth)));
 
 // Weights up to 15: a lane's halves take pairs of products for a whole group, 8 * 2 * 15 * 127 = 30,480 < 2^15.
 struct NibbleDot : Words {
-    INLINE vi add(vi sum, vi w, vi x) { return (vi)((vs)sum + (vs)multiply_bytes(w, x)); }
+    INLINE vi add(vi sum, vi w, vi x) { return in_order((vi)((vs)sum + (vs)multiply_bytes(w, x))); }
     INLINE vi total(vi sum) { return multiply_shorts(sum, (vi)((vs){} + (int16_t)1)); }
 };
 
@@ -114,7 +116,7 @@ struct ByteDot {
         }
     }
     INLINE vi add(vi sum, Weight w, Value x) {
-        return sum + multiply_shorts(w.even, x.even) + multiply_shorts(w.odd, x.odd);
+        return in_order(in_order(sum + multiply_shorts(w.even, x.even)) + multiply_shorts(w.odd, x.odd));
     }
     INLINE vi total(vi sum) { return sum; }
 

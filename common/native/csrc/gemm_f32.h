@@ -54,8 +54,12 @@ NOINLINE void float_sums(const Weight* w, int64_t tile_stride, const float* x, i
 
 // out[k][rows] = x[row][k]
 inline void pack_floats(const float* x, int64_t stride, int rows, int k, float* out) {
-    for (int r = 0; r < rows; r++)
-        for (int i = 0; i < k; i++) out[(int64_t)i * rows + r] = x[r * stride + i];
+    if (rows == 1) {
+        memcpy(out, x, k * sizeof(float));
+        return;
+    }
+    for (int i = 0; i < k; i++, out += rows)
+        for (int r = 0; r < rows; r++) out[r] = x[r * stride + i];
 }
 
 inline void widen(const bf16* from, int64_t count, float* to) {

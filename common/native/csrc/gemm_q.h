@@ -23,7 +23,7 @@ constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds, and le
 #if BATON_WIDTH == 16
 constexpr int kQuantisedRows = 8;
 #elif BATON_WIDTH == 8
-constexpr int kQuantisedRows = 4;
+constexpr int kQuantisedRows = 6;
 #else
 constexpr int kQuantisedRows = 2;
 #endif
@@ -47,37 +47,86 @@ INLINE vf load_half(const uint16_t* p) {
 #endif
 }
 
+// Lane i gets lane i ^ step.
+template <int step>
+INLINE vi across(vi x) {
+    vi y;
+#if BATON_WIDTH == 8 && defined(__AVX2__)
+    if (step == 4) return (vi)_mm256_permute2x128_si256((__m256i)x, (__m256i)x, 1);
+    return (vi)_mm256_shuffle_epi32((__m256i)x, step == 2 ? 0x4e : 0xb1);
+#endif
+    for (int i = 0; i < kWidth; i++) y[i] = x[i ^ step];
+    return y;
+}
+template <int step = kWidth / 2>
+INLINE vi largest_lane(vi x) {
+    vi other = across<step>(x);
+    x = other > x ? other : x;
+    if constexpr (step > 1) return largest_lane<step / 2>(x);
+    return x;
+}
+template <int step = kWidth / 2>
+INLINE vf sum_lanes(vf x) {
+    x += (vf)across<step>((vi)x);
+    if constexpr (step > 1) return sum_lanes<step / 2>(x);
+    return x;
+}
+
+// The low bytes of integers -128 .. 127.
+INLINE void store_bytes(const vi values[kGroup / kWidth], int8_t bytes[kGroup]) {
+#if BATON_WIDTH == 16 && defined(__AVX512F__)
+    for (int i = 0; i < 2; i++)
+        _mm_storeu_si128((__m128i*)(bytes + 16 * i), _mm512_cvtepi32_epi8((__m512i)values[i]));
+#elif BATON_WIDTH == 8 && defined(__AVX2__)
+    __m256i low = _mm256_packs_epi32((__m256i)values[0], (__m256i)values[1]);
+    __m256i high = _mm256_packs_epi32((__m256i)values[2], (__m256i)values[3]);
+    __m256i mixed = _mm256_packs_epi16(low, high);  // fours of 0, 2, 4, 6, then of 1, 3, 5, 7
+    _mm256_storeu_si256((__m256i*)bytes, _mm256_permutevar8x32_epi32(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+#else
+    for (int i = 0; i < kGroup; i++) bytes[i] = (int8_t)values[i / kWidth][i % kWidth];
+#endif
+}
+
+// Rounds quotients to bytes; returns their sum (integers far below 2^24: exact in any order).
+INLINE float round_group(const vf quotients[kGroup / kWidth], int8_t bytes[kGroup]) {
+    vi rounded[kGroup / kWidth];
+    vf sum = {};
+    for (int i = 0; i < kGroup / kWidth; i++) {
+        vf shifted = quotients[i] + splat(kRounder);
+        rounded[i] = (vi)shifted - (vi)splat(kRounder);
+        sum += shifted - splat(kRounder);
+    }
+    store_bytes(rounded, bytes);
+    return sum_lanes(sum)[0];
+}
+
+// A subnormal scale is too coarse to keep its largest quotient at 127, and may be 0.
+NOINLINE float round_tiny_group(const float* x, float scale, int8_t bytes[kGroup]) {
+    vf quotients[kGroup / kWidth];
+    for (int i = 0; i < kGroup; i++) {
+        float quotient = scale == 0.0f ? 0.0f : x[i] / scale;
+        quotients[i / kWidth][i % kWidth] = quotient > 127.0f ? 127.0f : quotient < -127.0f ? -127.0f : quotient;
+    }
+    return round_group(quotients, bytes);
+}
+
 // One row's group: bytes, s and t.
 INLINE void quantise_group(const float* x, int8_t bytes[kGroup], float* s, float* t) {
-    typedef int8_t vb __attribute__((vector_size(kWidth)));
+    vf values[kGroup / kWidth];
     vi largest = {};
-    for (int i = 0; i < kGroup; i += kWidth) {
-        vi bits = (vi)load(x + i) & INT32_MAX;  // ordered as the magnitudes are, then infinity, then NaN
+    for (int i = 0; i < kGroup / kWidth; i++) {
+        values[i] = load(x + i * kWidth);
+        vi bits = (vi)values[i] & INT32_MAX;  // ordered as the magnitudes are, then infinity, then NaN
         largest = bits > largest ? bits : largest;
     }
-    int32_t bits = largest[0];
-    for (int i = 1; i < kWidth; i++) bits = largest[i] > bits ? largest[i] : bits;
-    float maximum;
-    memcpy(&maximum, &bits, 4);
-    const float scale = maximum / 127.0f;
+    const float scale = ((vf)largest_lane(largest))[0] / 127.0f;
     *s = scale;
-    vf sum = {};
-    for (int i = 0; i < kGroup; i += kWidth) {
-        // Clamped: a subnormal scale is too coarse to keep 127. A quotient of 0 / 0 is not used.
-        vf quotient = load(x + i) / splat(scale);
-        quotient = quotient > splat(127.0f) ? splat(127.0f) : quotient;
-        quotient = quotient < splat(-127.0f) ? splat(-127.0f) : quotient;
-        vf shifted = quotient + splat(kRounder);
-        sum += shifted - splat(kRounder);
-        *(vb*)(bytes + i) = __builtin_convertvector((vi)shifted, vb);
+    if (scale < 0x1p-126f) {
+        *t = scale * round_tiny_group(x, scale, bytes);
+        return;
     }
-    float total = 0.0f;
-    for (int i = 0; i < kWidth; i++) total += sum[i];  // integers below 2^24: exact in any order
-    *t = scale * total;
-    if (scale == 0.0f) {
-        memset(bytes, 0, kGroup);
-        *t = 0.0f;
-    }
+    for (vf& value : values) value /= splat(scale);
+    *t = scale * round_group(values, bytes);
 }
 
 // A panel of `rows` rows.

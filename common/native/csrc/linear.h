@@ -30,6 +30,7 @@ namespace {
 constexpr int64_t kNearBytes = 192 << 10;  // of a block of rows: half of a small L2 cache
 constexpr int kFewestRows = 48;            // of a block, however wide its rows: every block reads all weights
 constexpr int kDepth = 320;                // steps of k whose weights, 64 bytes each, stay in an L1 cache
+constexpr int kPanelsToOpen = 16;          // a tile is unpacked for so many panels, else by each as it goes
 constexpr int kShare = 4;                  // parts of the work for each thread
 
 // Calls of(std::integral_constant<int, R>) with R = rows, 1 .. Most.
@@ -186,6 +187,10 @@ struct QuantisedLayer {
                Arena::bytes<float>((int64_t)groups() * 2 * kOutputs);
     }
     void reuse(int t, int first, int last, Arena& arena) const {
+        if (last - first < kPanelsToOpen) {
+            for (int p = first; p < last; p++) panel(tile(t), t, p);
+            return;
+        }
         OpenTile<Dot> open = {arena.take<char>(OpenTile<Dot>::weight_bytes(groups())),
                               arena.take<float>((int64_t)groups() * 2 * kOutputs)};
         open_tile(tile(t), groups(), open);

@@ -14,7 +14,7 @@ from common.native.linear import (
     PackedLinear,
     dequantised,
     linear,
-    load_library,
+    load_kernel,
     pack_f32,
     pack_quantised,
     weight_row,
@@ -110,7 +110,7 @@ def test_every_vector_width_computes_the_same_bits(kind: Kind, width: int, monke
     packed, x = layer(kind, 40, 576), random(11, 576)
     wanted = linear(packed, x), linear(packed, x[:1])
     other = library(SOURCES / "linear.cpp", extra_flags=(f"-DBATON_WIDTH={width}", "-O1", "-Wno-psabi"))
-    monkeypatch.setattr("common.native.linear.load_library", lambda path: load_library(other))
+    monkeypatch.setattr("common.native.linear._kernel", lambda: load_kernel(other))
     assert torch.equal(linear(packed, x), wanted[0])
     assert torch.equal(linear(packed, x[:1]), wanted[1])
     assert torch.equal(weight_row(packed, 39), dequantised(packed)[39])
