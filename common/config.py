@@ -52,6 +52,12 @@ class EngineConfig:
     kv_cache_memory: Annotated[
         int, AtLeastZero, Size, Meta(description="Size of the KV pool; 0 sizes it to the machine.")
     ] = 0
+    kv_host_memory: Annotated[
+        int,
+        AtLeastZero,
+        Size,
+        Meta(description="Memory for blocks that leave the pool, prefixes and pre-empted sequences; 0 for none."),
+    ] = 0
     block_size: Annotated[int, Meta(ge=1, le=256, description="Tokens a block.")] = 16
     prefix_cache: Annotated[bool, Meta(description="Reuse blocks of equal prefixes.")] = True
     max_running: Annotated[int, AtLeastOne, Meta(description="Sequences in one step.")] = 64
@@ -70,6 +76,10 @@ class EngineConfig:
     max_waiting_tokens: Annotated[
         int, AtLeastOne, Meta(description="Tokens that may wait to be computed; beyond is refused.")
     ] = 1 << 20
+
+    def __post_init__(self) -> None:
+        if self.kv_host_memory and not self.prefix_cache:
+            raise ConfigError("engine.kv_host_memory: blocks are found again by their content: needs prefix_cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -204,6 +204,10 @@ class NodeLoad(Part, frozen=True):
     num_generated_tokens: int = 0
     num_computed_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_blocks_out: int = 0
+    """To the host tier."""
+    num_blocks_in: int = 0
+    """From it: hits."""
 
 
 class CacheNews(Part, frozen=True):
@@ -468,7 +472,8 @@ class DrainProgress(Message, frozen=True):
 class Holdings(Message, frozen=True):
     """Everything a process holds for somebody. Lists of what it does not have are empty.
 
-    `used_blocks` have a reference; those of `sequences`, shared ones counted once, must add up to them.
+    `used_blocks` have a reference; those of `sequences`, shared ones counted once, must add up to them. `host_blocks`
+    are contents in the host tier: a cache, they belong to nobody.
     `requests` are a gateway's. `grants` are the requests whose blocks may be read here.
     """
 
@@ -481,6 +486,7 @@ class Holdings(Message, frozen=True):
     num_blocks: int = 0
     used_blocks: int = 0
     owned_blocks: int = 0
+    host_blocks: int = 0
     """Distinct blocks in the tables of `sequences`."""
     serving: tuple[HeldConnection, ...] = ()
     """Connections by which others read this pool."""

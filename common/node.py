@@ -212,6 +212,7 @@ class NodeHost:
             num_blocks=counted.num_blocks,
             used_blocks=counted.used_blocks,
             owned_blocks=counted.owned_blocks,
+            host_blocks=counted.host_blocks,
             serving=tuple(one for served in self._served for one in served.connections()),
             reading=tuple(self.reading()),
             grants=self.memory.grants.requests,
@@ -240,6 +241,8 @@ class NodeHost:
             num_generated_tokens=stats.num_generated_tokens,
             num_computed_prompt_tokens=stats.num_computed_prompt_tokens,
             num_cached_tokens=stats.num_cached_tokens,
+            num_blocks_out=stats.num_blocks_out,
+            num_blocks_in=stats.num_blocks_in,
         )
 
 

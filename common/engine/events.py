@@ -109,6 +109,8 @@ class Counted:
     num_blocks: int
     used_blocks: int
     owned_blocks: int
+    host_blocks: int = 0
+    """Contents in the host tier; nobody owns them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,5 +164,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_computed_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_failed: int = 0
+    num_blocks_out: int = 0
+    """Copied to the host tier."""
+    num_blocks_in: int = 0
+    """Copied back from it: each is a hit, counted in `num_cached_tokens` too."""
     num_taken: int = 0
     num_taken_tokens: int = 0

@@ -74,7 +74,7 @@ class Engine:
         self._runner = runner
         self._deliver = deliver
         self._clock: Clock = clock or SystemClock()
-        self._pool = BlockPool(len(generations), generations)
+        self._pool = BlockPool(len(generations), generations, runner.num_host_blocks)
         self._scheduler = Scheduler(
             self._pool,
             block_size=runner.layout.block_size,
@@ -213,6 +213,7 @@ class Engine:
     def _advance(self) -> bool:
         plan = self._scheduler.schedule()
         granted = self._grant()
+        self._copy()  # before a reservation's owner hears of its blocks, and before the pass
         if self._scheduler.starving and not self._said_starved:
             self._events.append(Starved())
         self._said_starved = self._scheduler.starving
@@ -230,6 +231,14 @@ class Engine:
             self._events.append(Stepped(self._scheduler.update(done, tokens)))
             self._last_progress_s = now_s
         return True
+
+    def _copy(self) -> None:
+        copies = self._pool.take_copies()
+        if copies:
+            started_s = self._clock.now_s()
+            self._runner.copy_blocks(copies)
+            self._scheduler.pace.observe_copies(len(copies), self._clock.now_s() - started_s)
+            self._pool.host.is_worth_it = self._scheduler.pace.copying_pays
 
     def _grant(self) -> bool:
         granted = False
@@ -309,6 +318,8 @@ class Engine:
             num_computed_prompt_tokens=meter.num_computed_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,
             num_failed=meter.num_failed,
+            num_blocks_out=self._pool.host.num_out,
+            num_blocks_in=self._pool.host.num_in,
             num_taken=self._num_taken,
             num_taken_tokens=self._num_taken_tokens,
         )
@@ -320,6 +331,7 @@ class Engine:
             num_blocks=self._pool.num_blocks,
             used_blocks=self._pool.num_blocks - self._pool.num_free,
             owned_blocks=len({block for _, _, blocks in held for block in blocks}),
+            host_blocks=self._pool.host.num_used,
         )
 
     def check_invariants(self) -> None:

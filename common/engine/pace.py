@@ -2,6 +2,7 @@
 
     seconds of a step = start + decode x sequences that decode + token x prompt tokens          (learned, `fit`)
     seconds of a pull = start + token x tokens announced last                                   (learned, `fit`)
+    seconds of copies = block x blocks that go to the host tier or come from it                 (learned, `fit`)
 
 1. A step that computes prompts aims to end within `max_step_s`.
 2. With decodes in it, it aims to end within `itl_target_s`; where the decodes alone take more than two thirds of
@@ -11,6 +12,7 @@
    has all of it soonest: each time as if all that is left were cut evenly. So chunks are as large as the step allows
    where the wire is much quicker than the model; where it is not they shrink towards the prompt's end, for nothing
    is computed during the last pull; and where the wire is what all wait for the first one is small.
+4. What leaves the pool goes to the host tier if that and the way back cost less than computing it anew.
 """
 
 from common.engine.fit import Fit
@@ -29,6 +31,7 @@ class Pace:
         # A step's start costs about as much as 64 prompt tokens or a few decodes, whatever the machine.
         self._steps = Fit((64.0, 1.0, 8.0))  # prompt tokens, the step, decodes
         self._pulls = Fit((1.0, 64.0))  # the pull, tokens
+        self._copies = Fit((1.0,))  # blocks
         self._knows_prompts = False
 
     # --- what was seen -------------------------------------------------------------------------------------
@@ -40,6 +43,10 @@ class Pace:
     def observe_pull(self, num_tokens: int, seconds: float) -> None:
         """A reader had the last so many tokens so long after they were computed."""
         self._pulls.observe((1.0, num_tokens), seconds)
+
+    def observe_copies(self, num_blocks: int, seconds: float) -> None:
+        """So many blocks went to the host tier or came from it."""
+        self._copies.observe((num_blocks,), seconds)
 
     # --- what follows --------------------------------------------------------------------------------------
 
@@ -88,3 +95,12 @@ class Pace:
         token_s, start_s, _ = self._steps.costs()
         _, pull_s = self._pulls.costs()
         return max(0.0, before_s - start_s - token_s * num_tokens) + pull_s * num_tokens
+
+    @property
+    def copying_pays(self) -> bool:
+        """Whether copying a block out and in again is quicker than computing its tokens anew (rule 4)."""
+        if not self._knows_prompts:
+            return True
+        token_s, _, _ = self._steps.costs()
+        [copy_s] = self._copies.costs()
+        return 2 * copy_s <= token_s * self._block_size

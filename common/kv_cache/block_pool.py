@@ -13,12 +13,16 @@ Every block is in exactly one of three places:
 2. A name is given once the bytes are there (`name`), and lost only when the block is handed out anew.
 3. A content hash names one block. The same content computed twice stays without a name the second time.
 4. Every name given or lost is noted in `changes`, in order, for whoever owns the pool to take away.
+5. With a host tier, a content that is handed out anew is copied there first, and found there by its name: then its
+   name is not lost. Copies are noted in `copies`, in order, and must be made in that order before anybody else reads
+   or writes the pool; whatever is decided here takes them as made.
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from common.kv_cache.host_tier import HostTier
 from common.messages import BlockHash, BlockId, BlockRef, Generation
 
 
@@ -35,7 +39,7 @@ class Generations(Protocol):
 class BlockPool:
     """Counts references of `num_blocks` blocks and keeps unreferenced named ones as a cache."""
 
-    def __init__(self, num_blocks: int, generations: Generations) -> None:
+    def __init__(self, num_blocks: int, generations: Generations, num_host_blocks: int = 0) -> None:
         if num_blocks < 1 or len(generations) != num_blocks:
             raise ValueError(f"a pool of {num_blocks} blocks with {len(generations)} generations")
         self.num_blocks = num_blocks
@@ -45,6 +49,9 @@ class BlockPool:
         self._cached: OrderedDict[BlockId, None] = OrderedDict()
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._named: dict[BlockHash, BlockId] = {}
+        self.host = HostTier(num_host_blocks, first_id=num_blocks)
+        self.copies: list[tuple[BlockId, BlockId]] = []
+        """From and to, ids of blocks and of the host tier's places; grows until it is taken away."""
         self.changes: list[tuple[BlockHash, bool]] = []
         """Names, and whether each was given (or else lost); grows until it is taken away."""
 
@@ -71,15 +78,25 @@ class BlockPool:
     def claim(self, shared: Sequence[BlockId], count: int, *, spare: int = 0) -> list[BlockId] | None:
         """A reference more on each of `shared`, then `count` blocks for new content: one block table.
 
+        What of `shared` lies in the host tier gets a block of the pool, to be copied into.
+
         None, and nothing changes, if that would leave fewer than `spare` blocks to be had.
         """
-        references = self._references
-        idle = sum(1 for block in shared if references[block] == 0)
-        if self.num_free - idle - count < spare:
+        references, num_blocks = self._references, self.num_blocks
+        idle, fetched = 0, list[BlockId]()
+        for block in shared:
+            if block >= num_blocks:
+                fetched.append(block)
+            elif references[block] == 0:
+                idle += 1
+        if self.num_free - idle - len(fetched) - count < spare:
             return None
         for block in shared:
-            self.share(block)
-        return [*shared, *(self._hand_out() for _ in range(count))]
+            if block < num_blocks:
+                self.share(block)
+        with self.host.pinned(fetched):
+            prefix = [block if block < num_blocks else self._fetch(block) for block in shared]
+            return [*prefix, *(self._hand_out() for _ in range(count))]
 
     def share(self, block: BlockId) -> None:
         """One more reference on a block that is referenced or cached."""
@@ -105,10 +122,18 @@ class BlockPool:
         if self._hashes[block] is None and content not in self._named:
             self._hashes[block] = content
             self._named[content] = block
-            self.changes.append((content, True))
+            if content not in self.host:
+                self.changes.append((content, True))
 
     def lookup(self, content: BlockHash) -> BlockId | None:
-        return self._named.get(content)
+        """The block with this content, or its place in the host tier."""
+        block = self._named.get(content)
+        return self.host.lookup(content) if block is None else block
+
+    def take_copies(self) -> list[tuple[BlockId, BlockId]]:
+        """Those noted since the last time."""
+        copies, self.copies = self.copies, []
+        return copies
 
     def _hand_out(self) -> BlockId:
         block = self._free.pop() if self._free else self._evict()
@@ -122,7 +147,30 @@ class BlockPool:
         assert content is not None
         del self._named[content]
         self._hashes[block] = None
-        self.changes.append((content, False))
+        self._give_up(block, content)
+        return block
+
+    def _give_up(self, block: BlockId, content: BlockHash) -> None:
+        """Rule 5: it is copied out, unless it is there already or nothing is to be kept."""
+        host = self.host
+        if content in host:
+            host.touch(content)
+            return
+        place, dropped = host.keep(content) if host.num_blocks else (None, None)
+        if place is None:
+            self.changes.append((content, False))
+            return
+        self.copies.append((block, place))
+        if dropped is not None and dropped not in self._named:
+            self.changes.append((dropped, False))
+
+    def _fetch(self, place: BlockId) -> BlockId:
+        """A block into which a content of the host tier will have been copied before anybody looks."""
+        content, block = self.host.content(place), self._hand_out()
+        self.copies.append((place, block))
+        self.host.num_in += 1
+        self._hashes[block] = content
+        self._named[content] = block
         return block
 
     def check_invariants(self, holders: Iterable[Sequence[BlockId]] | None = None) -> None:
@@ -135,6 +183,7 @@ class BlockPool:
         assert all(self._hashes[block] is not None for block in self._cached), "a nameless block is cached"
         named = {content: block for block, content in enumerate(self._hashes) if content is not None}
         assert named == self._named, "the index and the blocks' names differ"
+        self.host.check_invariants()
         if holders is not None:
             counted = Counter(block for table in holders for block in table)
             assert counted == Counter({block: self._references[block] for block in referenced}), "references leak"

@@ -76,3 +76,13 @@ def allocate(layout: KVLayout, num_blocks: int, incarnation: Incarnation) -> Poo
         fd=fd,
         blocks_offset=blocks_offset,
     )
+
+
+def allocate_host_tier(layout: KVLayout, size: int) -> npt.NDArray[np.uint8]:
+    """Places for the blocks that `size` bytes hold, [num_blocks, block_bytes], touched. ConfigError if it lacks."""
+    try:
+        tier = np.empty((size // layout.block_bytes, layout.block_bytes), np.uint8)
+        tier.fill(0)
+    except MemoryError as error:
+        raise ConfigError(f"kv_host_memory: cannot reserve {size / 2**20:.0f} MiB; set it smaller") from error
+    return tier

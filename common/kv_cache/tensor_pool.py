@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from common.errors import ConfigError
-from common.kv_cache.memory import PoolMemory, allocate
+from common.kv_cache.memory import PoolMemory, allocate, allocate_host_tier
 from common.messages import Incarnation, KVLayout
 
 
@@ -28,3 +28,11 @@ def open_pool(
         ) from error
     blocks = np.empty((0, layout.block_bytes), np.uint8)
     return PoolMemory(incarnation, layout, blocks, np.zeros(num_blocks, np.int64)), pool
+
+
+def open_host_tier(layout: KVLayout, size: int, device: torch.device) -> torch.Tensor:
+    """As `memory.allocate_host_tier`, [num_blocks, block_elements]; pinned where a GPU copies to and from it."""
+    dtype = getattr(torch, layout.dtype)
+    if device.type != "cuda":
+        return torch.from_numpy(allocate_host_tier(layout, size)).view(dtype)
+    return torch.zeros(size // layout.block_bytes, layout.block_elements, dtype=dtype, pin_memory=True)

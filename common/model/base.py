@@ -1,12 +1,13 @@
 """What the engine needs of a model: run one step, hand back the drawn tokens."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from common.engine.request import StepPlan
-from common.messages import KVLayout
+from common.messages import BlockId, KVLayout
 
 
 class Runner(Protocol):
@@ -19,11 +20,18 @@ class Runner(Protocol):
     """Of the model as it computes: `quantization` enters it."""
     quantization: str
 
+    num_host_blocks: int
+    """Places of the host tier (`kv_cache.host_tier`); 0 without one."""
+
     def execute(self, plan: StepPlan) -> list[int]:
         """One forward pass; one token for each chunk that samples, in plan order.
 
         The KV of every chunk's tokens is in the pool when this returns.
         """
+        ...
+
+    def copy_blocks(self, copies: Sequence[tuple[BlockId, BlockId]]) -> None:
+        """Copy whole blocks, from and to, in this order. Ids behind the pool's are places of the host tier."""
         ...
 
 

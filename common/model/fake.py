@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from common.engine.request import EngineRequest, StepPlan
 from common.errors import ConfigError
+from common.kv_cache.host_tier import copy_rows
 from common.kv_cache.memory import PoolMemory
-from common.messages import KVLayout, LayerKV, Sampling
+from common.messages import BlockId, KVLayout, LayerKV, Sampling
 
 VOCAB_SIZE = 32_000
 _WORDS = 4  # per token and layer: id and position in K, a mix of the three and the layer in V
@@ -44,6 +45,7 @@ class FakeRunner:
         max_model_len: int = 2048,
         vocab_size: int = VOCAB_SIZE,
         model_digest: str = "fake",
+        num_host_blocks: int = 0,
         quantization: str = "none",
         before_step: Callable[[StepPlan], None] | None = None,
     ) -> None:
@@ -59,6 +61,9 @@ class FakeRunner:
         self._block_size = layout.block_size
         self._weights = _weights(max_model_len, len(layout.layers))
         self._slots = _slots(memory)
+        self.num_host_blocks = num_host_blocks
+        self._blocks = memory.blocks
+        self._host = np.full((num_host_blocks, layout.block_bytes), 0x5A, np.uint8)
 
     def execute(self, plan: StepPlan) -> list[int]:
         if self._before_step is not None:
@@ -66,6 +71,9 @@ class FakeRunner:
         for chunk in plan.chunks:
             self._write(chunk.request, chunk.start, chunk.num_tokens)
         return [self._draw(chunk.request, chunk.start + chunk.num_tokens) for chunk in plan.chunks if chunk.samples]
+
+    def copy_blocks(self, copies: Sequence[tuple[BlockId, BlockId]]) -> None:
+        copy_rows(self._blocks, self._host, copies)
 
     def _write(self, request: EngineRequest, start: int, num_tokens: int) -> None:
         if num_tokens == 1:  # the hot case: plain numbers are several times faster than arrays of one

@@ -1,11 +1,17 @@
 """One engine step on our kernels alone: plan to arrays, one call, tokens out. Neither torch nor transformers."""
 
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
 from common import telemetry
 from common.config import EngineConfig, ModelConfig
 from common.engine.request import StepPlan
 from common.kv_cache.cache import num_pool_blocks
-from common.kv_cache.memory import PoolMemory, allocate
-from common.messages import Incarnation
+from common.kv_cache.host_tier import copy_rows
+from common.kv_cache.memory import PoolMemory, allocate, allocate_host_tier
+from common.messages import BlockId, Incarnation
 from common.model import philox
 from common.model.prepared import Opened
 from common.model.program import Floats, Program
@@ -39,25 +45,42 @@ def program_runner(
     log.info(
         "runner ready", executor="native", quantization=opened.quantization, threads=num_threads, blocks=num_blocks
     )
-    return ProgramRunner(program, memory, opened, max_model_len=max_model_len), memory
+    host = allocate_host_tier(layout, engine.kv_host_memory)
+    return ProgramRunner(program, memory, opened, max_model_len=max_model_len, host=host), memory
 
 
 class ProgramRunner:
     """A `model.base.Runner` over a `Program`: a row's bits depend on its own sequence alone, without padding."""
 
-    def __init__(self, program: Program, memory: PoolMemory, opened: Opened, *, max_model_len: int) -> None:
+    def __init__(
+        self,
+        program: Program,
+        memory: PoolMemory,
+        opened: Opened,
+        *,
+        max_model_len: int,
+        host: npt.NDArray[np.uint8] | None = None,
+    ) -> None:
+        """`host`, the host tier, is [num_blocks, block_bytes]."""
         self.layout = memory.layout
         self.max_model_len = max_model_len
         self.vocab_size = program.recipe.vocab_size
         self.model_digest = opened.digest
         self.quantization: str = opened.quantization
         self.program = program
+        self._blocks = memory.blocks
+        self._host = memory.blocks[:0] if host is None else host
+        self.num_host_blocks = len(self._host)
 
     def execute(self, plan: StepPlan) -> list[int]:
         """See `Runner.execute`."""
         logits = self.logits(plan)
         rows = [(chunk.request.sampling, chunk.start + chunk.num_tokens) for chunk in plan.chunks if chunk.samples]
         return sample(logits, rows) if rows else []
+
+    def copy_blocks(self, copies: Sequence[tuple[BlockId, BlockId]]) -> None:
+        """See `Runner.copy_blocks`."""
+        copy_rows(self._blocks, self._host, copies)
 
     def logits(self, plan: StepPlan) -> Floats:
         """The forward pass alone: [chunks that sample, vocab], for the token after each."""

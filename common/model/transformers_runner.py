@@ -1,6 +1,7 @@
 """One engine step on a transformers module: plan to tensors, one forward pass, tokens out. Any architecture."""
 
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from common.config import EngineConfig, ModelConfig
 from common.engine.request import StepPlan
 from common.errors import ConfigError
 from common.kv_cache.cache import num_pool_blocks
+from common.kv_cache.host_tier import copy_rows
 from common.kv_cache.memory import PoolMemory
-from common.kv_cache.tensor_pool import open_pool
-from common.messages import Incarnation
+from common.kv_cache.tensor_pool import open_host_tier, open_pool
+from common.messages import BlockId, Incarnation
 from common.model import loader, philox
 from common.model.experts import expert_layers, expert_products, pad_experts
 from common.model.loader import LoadedModel
@@ -54,10 +56,11 @@ def load_transformers_runner(
         device_bytes=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
     )
     memory, pool = open_pool(loaded.layout, num_blocks, incarnation, device)
+    host = open_host_tier(loaded.layout, engine.kv_host_memory, device)
     log.info(
         "runner ready", attention=backend.name, threads=torch.get_num_threads(), row_floor=floor, blocks=num_blocks
     )
-    return TransformersRunner(loaded, backend, pool, row_floor=floor), memory
+    return TransformersRunner(loaded, backend, pool, row_floor=floor, host=host), memory
 
 
 def settle_row_floor(loaded: LoadedModel, model: ModelConfig) -> int:
@@ -115,8 +118,16 @@ class TransformersRunner:
     With a `row_floor`, steps are padded (`rows`) so that a row's bits depend on its own sequence alone.
     """
 
-    def __init__(self, loaded: LoadedModel, backend: AttentionBackend, pool: torch.Tensor, *, row_floor: int) -> None:
-        """`pool` is [num_blocks, block_elements] of `loaded.layout`."""
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        backend: AttentionBackend,
+        pool: torch.Tensor,
+        *,
+        row_floor: int,
+        host: torch.Tensor | None = None,
+    ) -> None:
+        """`pool` and `host`, the host tier, are [num_blocks, block_elements] of `loaded.layout`."""
         self.layout = loaded.layout
         self.max_model_len = loaded.max_model_len
         self.vocab_size = loaded.vocab_size
@@ -126,6 +137,8 @@ class TransformersRunner:
         self._layers = loaded.layers
         self._backend = backend
         self._pool = pool
+        self._host = pool[:0] if host is None else host
+        self.num_host_blocks = len(self._host)
         self._row_floor = row_floor
         self._keeps_rows = "logits_to_keep" in inspect.signature(loaded.module.forward).parameters
 
@@ -135,6 +148,10 @@ class TransformersRunner:
         logits = self.logits(plan)
         rows = [(chunk.request.sampling, chunk.start + chunk.num_tokens) for chunk in sampling]
         return sample(logits, rows) if rows else []
+
+    def copy_blocks(self, copies: Sequence[tuple[BlockId, BlockId]]) -> None:
+        """See `Runner.copy_blocks`."""
+        copy_rows(self._pool, self._host, copies)
 
     def logits(self, plan: StepPlan) -> npt.NDArray[np.float32]:
         """The forward pass alone: [chunks that sample, vocab], for the token after each."""

@@ -68,7 +68,8 @@ def _row(held: Holdings) -> tuple[str, ...]:
         str(num_working_calls(held.incoming)),
         str(num_working_calls(held.outgoing)),
         str(len(held.sequences)),
-        f"{held.used_blocks}/{held.num_blocks}",
+        f"{held.used_blocks}/{held.num_blocks}"
+        + (f" (+{held.host_blocks} in host memory)" if held.host_blocks else ""),
         str(len(held.grants)),
         str(len(held.serving)),
         str(len(held.reading)),

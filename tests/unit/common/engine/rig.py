@@ -34,6 +34,7 @@ class Rig:
         admit_whole: bool = False,
         block_size: int = 16,
         max_model_len: int = 512,
+        num_host_blocks: int = 0,
         before_step: Callable[[StepPlan], None] | None = None,
         **config: object,
     ) -> None:
@@ -42,7 +43,11 @@ class Rig:
         self.plans: list[StepPlan] = []
         self._before_step = before_step
         self.runner = FakeRunner(
-            self.memory, max_model_len=max_model_len, vocab_size=VOCAB_SIZE, before_step=self._note_step
+            self.memory,
+            max_model_len=max_model_len,
+            vocab_size=VOCAB_SIZE,
+            before_step=self._note_step,
+            num_host_blocks=num_host_blocks,
         )
         self.engine = Engine(
             runner=self.runner,

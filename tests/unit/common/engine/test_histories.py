@@ -16,6 +16,7 @@ LENGTHS = st.sampled_from([1, 3, 4, 5, 7, 8, 9, 12, 16, 20])
 ORIGINS = st.builds(Origin, st.sampled_from([b"a", b"b"]), st.sampled_from(Priority))
 POLICIES = st.sampled_from(["fcfs", "shortest", "priority", "deadline"])
 DEADLINES = st.sampled_from([1.0, 5.0, float("inf")])
+HOST_BLOCKS = st.sampled_from([0, 1, 3, 40])
 BLOCK_SIZE = 4
 
 
@@ -33,9 +34,16 @@ class DecodeHistory(RuleBasedStateMachine):
         max_step_tokens=st.sampled_from([3, 8, 64]),
         prefix_cache=st.booleans(),
         policy=POLICIES,
+        num_host_blocks=HOST_BLOCKS,
     )
     def build(
-        self, num_blocks: int, max_running: int, max_step_tokens: int, prefix_cache: bool, policy: Policy
+        self,
+        num_blocks: int,
+        max_running: int,
+        max_step_tokens: int,
+        prefix_cache: bool,
+        policy: Policy,
+        num_host_blocks: int,
     ) -> None:
         self.rig = Rig(
             num_blocks,
@@ -45,6 +53,7 @@ class DecodeHistory(RuleBasedStateMachine):
             max_step_tokens=max_step_tokens,
             prefix_cache=prefix_cache,
             policy=policy,
+            num_host_blocks=num_host_blocks,
         )
         self.wanted: dict[str, int] = {}  # tokens still to come from this engine, by request
         self.reserving: dict[str, tuple[list[int], int]] = {}  # prompt and max_tokens, until the hand-over
@@ -166,8 +175,11 @@ class PrefillHistory(RuleBasedStateMachine):
         max_running=st.integers(1, 4),
         max_step_tokens=st.sampled_from([3, 8, 64]),
         policy=POLICIES,
+        num_host_blocks=HOST_BLOCKS,
     )
-    def build(self, num_blocks: int, max_running: int, max_step_tokens: int, policy: Policy) -> None:
+    def build(
+        self, num_blocks: int, max_running: int, max_step_tokens: int, policy: Policy, num_host_blocks: int
+    ) -> None:
         self.rig = Rig(
             num_blocks,
             block_size=BLOCK_SIZE,
@@ -176,6 +188,7 @@ class PrefillHistory(RuleBasedStateMachine):
             max_running=max_running,
             max_step_tokens=max_step_tokens,
             policy=policy,
+            num_host_blocks=num_host_blocks,
         )
         self.open: dict[str, list[int]] = {}
         self.count = 0
