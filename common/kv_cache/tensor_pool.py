@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from common.errors import ConfigError
-from common.kv_cache.memory import PoolMemory, allocate, allocate_host_tier
+from common.kv_cache.memory import PoolMemory, allocate
 from common.messages import Incarnation, KVLayout
 
 
@@ -32,7 +32,8 @@ def open_pool(
 
 def open_host_tier(layout: KVLayout, size: int, device: torch.device) -> torch.Tensor:
     """As `memory.allocate_host_tier`, [num_blocks, block_elements]; pinned where a GPU copies to and from it."""
-    dtype = getattr(torch, layout.dtype)
-    if device.type != "cuda":
-        return torch.from_numpy(allocate_host_tier(layout, size)).view(dtype)
-    return torch.zeros(size // layout.block_bytes, layout.block_elements, dtype=dtype, pin_memory=True)
+    num_blocks, dtype = size // layout.block_bytes, getattr(torch, layout.dtype)
+    try:
+        return torch.empty(num_blocks, layout.block_elements, dtype=dtype, pin_memory=device.type == "cuda").zero_()
+    except RuntimeError as error:
+        raise ConfigError(f"kv_host_memory: cannot reserve {size / 2**20:.0f} MiB; set it smaller") from error

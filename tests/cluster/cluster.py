@@ -154,7 +154,14 @@ class Cluster:
     # --- nodes ---------------------------------------------------------------------------------------------
 
     async def start(
-        self, role: Role, name: str, *, num_blocks: int = 64, block_size: int = 16, **engine: int | float | bool
+        self,
+        role: Role,
+        name: str,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        num_host_blocks: int = 0,
+        **engine: int | float | bool,
     ) -> Node:
         incarnation = new_incarnation()
         memory = allocate(fake_layout(block_size=block_size), num_blocks, incarnation)
@@ -169,7 +176,7 @@ class Cluster:
                 coordinators=tuple(self.coordinators),
             ),
             role,
-            runner=FakeRunner(memory, before_step=brake),
+            runner=FakeRunner(memory, before_step=brake, num_host_blocks=num_host_blocks),
             memory=memory,
             network=self.network,
             serve_blocks=self._serve_blocks,

@@ -36,6 +36,8 @@ async def is_known_to_be_warm(cluster: Cluster, names: bytes) -> None:
 
     def known() -> bool:
         nodes = cluster.coordinator.state._nodes
+        if any(node.load.leased_blocks for node in nodes.values()):
+            return False  # the last one's blocks have gone, and the coordinator knows
         return all(blocks <= nodes[NodeId(name)].cached for name in ("prefill-1", "decode-1") if name in nodes)
 
     await cluster.until(lambda: len(cluster.coordinator.state.view().nodes) == 4 and known(), within_s=2.0)
@@ -73,6 +75,18 @@ async def test_what_a_pool_had_to_evict_is_warm_nowhere(cluster: Cluster) -> Non
     await warm(cluster, prompt(630, 1))  # all 40 blocks
     answer = await ask(cluster, prompt(500))
     assert pair_of(answer) == ("prefill-0", "decode-0")
+
+
+async def test_what_a_pool_had_to_evict_is_warm_from_host_memory(cluster: Cluster) -> None:
+    await cluster.start_pools(prefill=2, decode=2, num_blocks=40, num_host_blocks=80)
+    await warm(cluster, prompt(500))
+    await warm(cluster, prompt(630, 1))  # all 40 blocks
+    answer = await ask(cluster, prompt(500) + prompt(40, 2))
+    assert pair_of(answer) == ("prefill-1", "decode-1")
+    assert answer.last is not None
+    assert answer.last.cached_tokens == 496
+    loads = [cluster.nodes[name].load for name in ("prefill-1", "decode-1")]
+    assert all(load.num_blocks_out >= 31 and load.num_blocks_in == 31 for load in loads)
 
 
 async def test_another_tenants_identical_prompt_is_warm_nowhere(cluster: Cluster) -> None:

@@ -1,6 +1,6 @@
 """Prompts, what transformers answers to them, and the real scheduler and pool: chunked and staggered."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from common.engine.request import Chunk, EngineRequest, StepPlan
 from common.engine.scheduler import Scheduler
 from common.kv_cache.block_pool import BlockPool
+from common.kv_cache.prefix_cache import root_hash
 from common.messages import BlockId, RequestId, Sampling
 from tests.tiny_models import VOCAB_SIZE
 
@@ -31,8 +32,10 @@ PROMPTS = [_random.integers(3, VOCAB_SIZE, length).tolist() for length in LENGTH
 
 class Running(Protocol):
     max_model_len: int
+    num_host_blocks: int
 
     def execute(self, plan: StepPlan) -> list[int]: ...
+    def copy_blocks(self, copies: Sequence[tuple[BlockId, BlockId]]) -> None: ...
     def logits(self, plan: StepPlan) -> npt.NDArray[np.float32]: ...
 
 
@@ -68,8 +71,11 @@ def _generate(model: Any, prompt: list[int]) -> Answer:
 
 
 def serve(runner: Running, *, num_blocks: int = 128, max_step_tokens: int = 40) -> list[list[int]]:
-    """Answers to PROMPTS from the scheduler: one more arrives with every step, long ones run in chunks."""
-    pool = BlockPool(num_blocks, np.zeros(num_blocks, np.int64))
+    """Answers to PROMPTS from the scheduler: one more arrives with every step, long ones run in chunks.
+
+    With a host tier all are asked twice, and what the first answers left there comes back for the second.
+    """
+    pool = BlockPool(num_blocks, np.zeros(num_blocks, np.int64), runner.num_host_blocks)
     scheduler = Scheduler(
         pool,
         block_size=BLOCK_SIZE,
@@ -78,19 +84,22 @@ def serve(runner: Running, *, num_blocks: int = 128, max_step_tokens: int = 40) 
         max_step_s=60.0,
         max_model_len=runner.max_model_len,
         admit_whole=False,
-        root_of=None,
+        root_of=(lambda _: root_hash(model_digest="")) if runner.num_host_blocks else None,
     )
-    requests = [_request(index, prompt) for index, prompt in enumerate(PROMPTS)]
+    prompts = PROMPTS * 2 if runner.num_host_blocks else PROMPTS
+    requests = [_request(index, prompt) for index, prompt in enumerate(prompts)]
     arriving = requests[:]
     while arriving or scheduler.ids:
         if arriving:
             scheduler.add(arriving.pop(0))
         plan = scheduler.schedule()
         assert plan.chunks, "nothing runs and something waits"
+        runner.copy_blocks(pool.take_copies())
         scheduler.update(plan, runner.execute(plan))
         scheduler.check_invariants()
     assert pool.num_free == num_blocks
-    return [request.tokens[request.num_prompt_tokens :] for request in requests]
+    assert bool(pool.host.num_in) == bool(runner.num_host_blocks)
+    return [request.tokens[request.num_prompt_tokens :] for request in requests[-len(PROMPTS) :]]
 
 
 def _request(index: int, prompt: list[int], blocks: list[BlockId] | None = None) -> EngineRequest:

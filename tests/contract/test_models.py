@@ -13,6 +13,7 @@ from common.attention.base import BACKENDS
 from common.attention.native import NativeAttention
 from common.config import ModelConfig
 from common.errors import ConfigError
+from common.kv_cache.tensor_pool import open_host_tier
 from common.model import loader
 from common.model.loader import LoadedModel
 from common.model.transformers_runner import TransformersRunner, pick_backend, settle_row_floor
@@ -39,13 +40,17 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
     return loader.load(folder, dtype=dtype, block_size=BLOCK_SIZE, quantization="none")
 
 
-def make_runner(loaded: LoadedModel, attention: str = "auto", *, num_blocks: int = 128) -> TransformersRunner:
+def make_runner(
+    loaded: LoadedModel, attention: str = "auto", *, num_blocks: int = 128, num_host_blocks: int = 0
+) -> TransformersRunner:
     if attention == "native" and (reason := NativeAttention.available()):
         pytest.skip(reason)
     backend = pick_backend(attention, loaded, num_threads=1)  # a model that native cannot run is a failure
     floor = settle_row_floor(loaded, ModelConfig(model="tiny", threads=1, quantization="none"))
     pool = torch.full((num_blocks, loaded.layout.block_elements), float("nan"), dtype=torch.float32)
-    return TransformersRunner(loaded, backend, pool.to(getattr(torch, loaded.layout.dtype)), row_floor=floor)
+    pool = pool.to(getattr(torch, loaded.layout.dtype))
+    host = open_host_tier(loaded.layout, num_host_blocks * loaded.layout.block_bytes, torch.device("cpu"))
+    return TransformersRunner(loaded, backend, pool, row_floor=floor, host=host)
 
 
 @pytest.mark.parametrize("attention", sorted(BACKENDS.keys() - {"triton"}))  # it has its own, in tests/gpu
@@ -57,6 +62,11 @@ def test_answers_equal_those_of_transformers(family: str, attention: str, folder
 
 def test_answers_survive_a_pool_that_forces_preemption(folder_of: Callable[[str], Path]) -> None:
     runner = make_runner(load(folder_of("qwen3")), num_blocks=16)
+    assert serve(runner, num_blocks=16) == [answer.tokens for answer in oracle(folder_of("qwen3"))]
+
+
+def test_answers_are_the_same_from_blocks_that_were_in_host_memory(folder_of: Callable[[str], Path]) -> None:
+    runner = make_runner(load(folder_of("qwen3")), num_blocks=16, num_host_blocks=64)
     assert serve(runner, num_blocks=16) == [answer.tokens for answer in oracle(folder_of("qwen3"))]
 
 

@@ -64,11 +64,12 @@ def make_runner(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempP
         dtype: str = "float32",
         quantization: Quantization = "none",
         pool_bytes: int = WHOLE_POOL,
+        host_bytes: int = 0,
         num_threads: int = 1,
     ) -> ProgramRunner:
         opened = read_prepared(file_of(family, dtype, quantization), digest="d", quantization=quantization)
         model = ModelConfig(model="tiny", dtype=dtype)  # type: ignore[arg-type]
-        engine = EngineConfig(kv_cache_memory=pool_bytes)
+        engine = EngineConfig(kv_cache_memory=pool_bytes, kv_host_memory=host_bytes)
         runner, memory = program_runner(opened, model, engine, Incarnation("0" * 32), num_threads=num_threads)
         memory.blocks.view(np.uint16)[:] = 0x7FC0  # NaN in both types: whoever reads what nobody wrote shows it
         return runner
@@ -81,6 +82,14 @@ def test_answers_equal_those_of_transformers(family: str, make_runner: Make, fol
     runner = make_runner(family)
     answers = serve(runner, num_blocks=WHOLE_POOL // runner.layout.block_bytes)
     assert answers == [answer.tokens for answer in oracle(folder_of(family))]
+
+
+def test_answers_are_the_same_from_blocks_that_were_in_host_memory(
+    make_runner: Make, folder_of: Callable[[str], Path]
+) -> None:
+    block_bytes = make_runner("qwen3").layout.block_bytes
+    runner = make_runner("qwen3", pool_bytes=16 * block_bytes, host_bytes=64 * block_bytes)
+    assert serve(runner, num_blocks=16) == [answer.tokens for answer in oracle(folder_of("qwen3"))]
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])

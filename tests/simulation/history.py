@@ -175,6 +175,8 @@ def draw_shape(rng: random.Random, *, crowded: bool) -> Shape:
         decode_blocks=rng.choice((16, 20) if crowded else (16, 20, 64)),
         max_step_tokens=rng.choice((8, 16, 64)),
         prefix_cache=rng.random() < 0.6,
+        policy=rng.choice(("fcfs", "fcfs", "shortest", "deadline", "priority")),
+        num_host_blocks=rng.choice((0, 0, 4, 100)),
         fixed_ports=rng.random() < 0.5,
         remote_reads=rng.random() < 0.5,
     )

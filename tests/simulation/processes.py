@@ -140,11 +140,20 @@ class NodeProcess(Running):
     kind = "node"
 
     def __init__(
-        self, name: str, world: Surroundings, *, role: Role, listen: str, num_blocks: int, **engine: Any
+        self,
+        name: str,
+        world: Surroundings,
+        *,
+        role: Role,
+        listen: str,
+        num_blocks: int,
+        num_host_blocks: int,
+        **engine: Any,
     ) -> None:
         self.role = role
         self._listen = listen
         self._num_blocks = num_blocks
+        self._num_host_blocks = num_host_blocks
         self._engine_settings = engine
         self.host: NodeHost | None = None
         self.node: DecodeNode | PrefillNode | None = None
@@ -185,7 +194,12 @@ class NodeProcess(Running):
                 coordinators=self._world.coordinators,
             ),
             self.role,
-            runner=FakeRunner(memory, max_model_len=MAX_MODEL_LEN, before_step=lambda plan: self.engine.spend(plan)),
+            runner=FakeRunner(
+                memory,
+                max_model_len=MAX_MODEL_LEN,
+                before_step=lambda plan: self.engine.spend(plan),
+                num_host_blocks=self._num_host_blocks,
+            ),
             memory=memory,
             network=self._world.network,
             serve_blocks=self._serve_blocks,

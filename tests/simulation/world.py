@@ -34,6 +34,8 @@ class Shape:
     decode_blocks: int
     max_step_tokens: int
     prefix_cache: bool
+    policy: str
+    num_host_blocks: int
     fixed_ports: bool
     """A process comes back at the address of the one before it."""
     remote_reads: bool
@@ -94,7 +96,9 @@ class World(Surroundings):
                 listen=f"tcp://{name}:9000" if shape.fixed_ports else "tcp://node:0",
                 num_blocks=shape.prefill_blocks if kind == "prefill" else shape.decode_blocks,
                 max_step_tokens=shape.max_step_tokens,
+                num_host_blocks=shape.num_host_blocks,
                 prefix_cache=shape.prefix_cache,
+                policy=shape.policy,
             )
         self.places[name] = running
         self.tell(f"start {name}")
