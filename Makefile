@@ -11,7 +11,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help up test test-all lint format bench chaos simulate-faults clean
+.PHONY: help up test test-all lint format bench bench-peers chaos simulate-faults clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -56,6 +56,10 @@ simulate-faults: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m tests.benchmarks $(ARGS)
+
+# Beside llama.cpp and OpenVINO, which are installed into ~/.cache/baton/peers; ARGS="--quick --only W1,W2 --json FILE".
+bench-peers: $(VENV)/.dev
+	$(BIN)/python -m tests.benchmarks.peers $(ARGS)
 
 # Everything that was made in this folder. The converted demo model and the compiled kernels stay in ~/.cache/baton.
 clean:

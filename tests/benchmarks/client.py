@@ -66,16 +66,28 @@ class Client:
         self._http: aiohttp.ClientSession
 
     async def __aenter__(self) -> "Client":
+        self._open()
+        try:
+            async with self._http.get("/v1/models") as answer:
+                self._model = (await answer.json())["data"][0]["id"]
+        except BaseException:
+            await self._http.close()
+            raise
+        return self
+
+    def _open(self) -> None:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
         self._http = aiohttp.ClientSession(
             self.url, connector=connector, timeout=aiohttp.ClientTimeout(total=None), read_bufsize=1 << 20
         )
-        async with self._http.get("/v1/models") as answer:
-            self._model = (await answer.json())["data"][0]["id"]
-        return self
 
     async def __aexit__(self, *exception: object) -> None:
         await self._http.close()
+
+    async def reconnect(self) -> None:
+        """Over new connections from now on: the server may have given up the old ones."""
+        await self._http.close()
+        self._open()
 
     async def metrics(self) -> dict[str, float]:
         """The gateway's figures by their Prometheus names, labels included."""

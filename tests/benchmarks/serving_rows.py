@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.benchmarks.deployment import Account
 from tests.benchmarks.report import median, quantile
+from tests.benchmarks.served import Account
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from tests.benchmarks.deployment import Account
 from tests.benchmarks.report import grid, number
+from tests.benchmarks.served import Account
 from tests.benchmarks.serving_rows import BurstRow, InterruptedRow, Latency, Result, SharedRow
 
 _LATENCY = ("p50", "p95", "p99", "max")
