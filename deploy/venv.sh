@@ -57,6 +57,11 @@ if [ ! -e "$venv" ]; then
 fi
 rm -f "$venv/.runtime" "$venv/.dev"
 
+# The kernels need nothing that is installed below: they compile while it downloads.
+echo "baton: compiling the kernels for this CPU beside the installation (once, half a minute of two cores)"
+"$venv/bin/python" -m common.native.build &
+kernels=$!
+
 # torch first and alone, for it may come from an index of its own.
 torch=$("$venv/bin/python" -c 'import tomllib
 print(next(d for d in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"] if d.startswith("torch==")))')
@@ -72,6 +77,8 @@ if ! "$venv/bin/python" -m pip show torch 2>/dev/null | grep -q "^Version: ${tor
 fi
 echo "baton: installing the rest (about 100 MB to download; with the developers' tools, UCX and Triton about 550 MB)"
 pip_install -e "$requirement"
+
+wait "$kernels" || fail "the kernels could not be compiled (see above)"
 
 touch "$venv/.runtime"
 if [ "$set_name" = dev ]; then touch "$venv/.dev"; fi

@@ -38,7 +38,6 @@ def open_prepared(folder: Path, model: ModelConfig, *, progress: Progress) -> Op
     reason = _unsuitable(folder, model)
     if reason is not None:
         raise UnpreparedError(reason)
-
     quantization = resolve_quantization(model.quantization, folder)
 
     def build(scratch: Path, report: Progress) -> Path:
@@ -47,14 +46,20 @@ def open_prepared(folder: Path, model: ModelConfig, *, progress: Progress) -> Op
         fetch.in_child("common.model.prepare", folder, *wanted, doing="preparing the model", report=report)
         return target
 
-    digest = quantised_digest(model_digest(folder), quantization)
-    name = f"{folder.name[:48]}-{digest[:16]}-{model.dtype}-v{_VERSION}"
+    target = prepared_path(folder, model)
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    path = cached(cache_root() / "prepared", name, num_bytes, build, progress)
+    path = cached(target.parent, target.name, num_bytes, build, progress)
+    digest = quantised_digest(model_digest(folder), quantization)
     opened = read_prepared(path, digest=digest, quantization=quantization)
     if model.max_model_len > opened.recipe.max_model_len:
         raise UnpreparedError(f"it is prepared for {opened.recipe.max_model_len} tokens, less than max_model_len")
     return opened
+
+
+def prepared_path(folder: Path, model: ModelConfig) -> Path:
+    """Where the packed file of `folder` is, or will be."""
+    digest = quantised_digest(model_digest(folder), resolve_quantization(model.quantization, folder))
+    return cache_root() / "prepared" / f"{folder.name[:48]}-{digest[:16]}-{model.dtype}-v{_VERSION}"
 
 
 def read_prepared(path: Path, *, digest: str, quantization: Quantization) -> Opened:

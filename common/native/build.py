@@ -1,6 +1,6 @@
 """Compiles our C++ at first use and caches the library: same source, compiler, flags and CPU, same file.
 
-`python -m common.native.build` does it ahead of time.
+`python -m common.native.build` does it ahead of time, which installing does (deploy/venv.sh).
 """
 
 import fcntl
@@ -10,8 +10,11 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -117,3 +120,22 @@ def _compile(source: Path, command: list[str], target: Path) -> None:
         os.replace(partial, target)  # atomic: nobody loads half a file
     finally:
         Path(partial).unlink(missing_ok=True)
+
+
+def main() -> None:
+    """Compile everything that is not in the cache yet, side by side. Without a compiler it says so and that is all."""
+    started = time.monotonic()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        futures = [pool.submit(library, source) for source in sorted(SOURCES.glob("*.cpp"))]
+        try:
+            paths = [future.result() for future in futures]
+        except ConfigError as error:
+            print(f"baton: no compiled kernels yet: {error.message}", file=sys.stderr)
+            return
+    print(
+        f"baton: {len(paths)} kernel libraries for this CPU in {paths[0].parent} ({time.monotonic() - started:.0f} s)"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,9 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from common.model.store import resolve, weight_files
+from common.config import ModelConfig
+from common.model.prepared import prepared_path
+from common.model.store import resolve
 from tests.process.cluster import BATON, BatonUp
 from tests.process.memory import empty_runtime, maps_library, memory_of
 from tests.process.questions import caller_of
@@ -17,15 +19,15 @@ from tests.process.questions import caller_of
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]
 
 MIB = 1 << 20
-MAX_OVERHEAD = 0.15
+MAX_OVERHEAD = 0.05
 """Of weights and pools, where pools are as small as 256 MiB: a node's own memory does not grow with its pool."""
 SMALL_POOL_BYTES = 256 * MIB
 MAX_TREE_BYTES = 3 << 30
 MAX_IDLE_CORES = 0.05
 IDLE_S = 4.0
 QUICK_S = 0.3
-# What a node has imported before it loads a model, our own code apart.
-RUNTIME = ("torch", "transformers", "accelerate", "transformers.models.llama.modeling_llama")
+# What a node has imported before it opens a model, our own code apart.
+RUNTIME = ("numpy", "psutil", "zmq.asyncio", "msgspec", "uvloop")
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -37,8 +39,7 @@ async def demo(standing_demo: BatonUp) -> BatonUp:
 
 
 def weights_file() -> Path:
-    (file,) = weight_files(resolve("demo"))
-    return file
+    return prepared_path(resolve("demo"), ModelConfig(model="demo", quantization="none"))
 
 
 def everything(up: BatonUp) -> dict[str, psutil.Process]:
@@ -79,9 +80,9 @@ async def test_the_whole_tree_stays_under_three_gigabytes(demo: BatonUp) -> None
     assert total < MAX_TREE_BYTES
 
 
-async def test_only_nodes_load_torch(demo: BatonUp) -> None:
-    loaded = {name for name, process in everything(demo).items() if maps_library(process, "libtorch")}
-    assert loaded == {"prefill-0", "decode-0"}
+async def test_nobody_loads_torch_for_a_model_that_our_kernels_run(demo: BatonUp) -> None:
+    assert {name for name, process in everything(demo).items() if maps_library(process, "libtorch")} == set()
+    assert {name for name, process in everything(demo).items() if maps_library(process, "libzmq")} > {"decode-0"}
 
 
 async def test_an_idle_cluster_leaves_the_cpu_to_others(demo: BatonUp) -> None:
