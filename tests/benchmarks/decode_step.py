@@ -1,36 +1,38 @@
 """One engine step of the demo model in process, on one thread, beside the least it could take.
 
+Three ways to compute it, in turns: through the modules of transformers in fp32, by our kernels alone in fp32, and by
+our kernels from the weights as the checkpoint stores them.
+
 Floor of a decode step: the bytes that it must read, all weights once and every sequence's keys and values, at the
 speed of memory. Floor of a prompt: its arithmetic, the linear layers of every token and its causal attention, at
-the speed of a large fp32 product. Both limits are measured between the rounds of the same run. Ratios compare the
-best rounds; the median beside them shows how disturbed they were.
+the speed of a large fp32 product (narrower weights can be faster than that). Both limits are measured between the
+rounds of the same run. Ratios compare the best rounds; the median beside them shows how disturbed they were.
 
 The pool holds noise, which costs what real keys and values cost. The same step runs again and again, so the
 sequences stay at the context named.
 
-The profile tells where one decode step's time goes: matrix products and attention as torch's profiler sees them,
-the rest of torch's operators, and what is left: Python, building the step, drawing the tokens.
+The profile tells where a decode step of our kernels goes: matrix products, attention, what is between them, and what
+is outside the kernels: Python, laying out the step, drawing the tokens.
 """
 
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-import torch
+import numpy as np
 
-from common.attention.base import BACKENDS
-from common.attention.native import NativeAttention
 from common.config import EngineConfig, ModelConfig
 from common.engine.request import Chunk, EngineRequest, StepPlan
+from common.kv_cache.memory import PoolMemory
 from common.messages import BlockId, Incarnation, KVLayout, RequestId, Sampling
-from common.model.base import Runner
+from common.model.base import ModelRunner
+from common.model.prepared import prepared_path
+from common.model.program_runner import ProgramRunner
 from common.model.runner import load_runner
 from common.model.store import DEMO, Progress, resolve, weight_files
+from common.native.abi import OpCode
 from tests.benchmarks.machine import Limits, seconds
 from tests.benchmarks.report import grid, median, number, run_part
 
@@ -41,8 +43,11 @@ PROMPT_TOKENS = 512
 POOL_BYTES = 400 << 20
 _GREEDY = Sampling(max_tokens=1 << 20, seed=0, temperature=0.0)
 _SAMPLED = Sampling(max_tokens=1 << 20, seed=0, temperature=0.8, top_p=0.95)
-_RANGE = "baton attention"
-_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mv", "aten::addmv"}
+
+
+Executor = Literal["native", "transformers"]
+Quantization = Literal["auto", "none"]
+WAYS: tuple[tuple[Executor, Quantization], ...] = (("transformers", "none"), ("native", "none"), ("native", "auto"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,33 +67,41 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Milliseconds of one decode step, the median of some; `slowed_by` is what watching cost, as a factor."""
+    """Milliseconds of one decode step, the median of some."""
 
     num_seqs: int
-    gemm_ms: float
+    linear_ms: float
     attention_ms: float
-    other_operators_ms: float
+    other_kernels_ms: float
     outside_ms: float
-    num_operators: int
-    slowed_by: float
+
+    @property
+    def whole_ms(self) -> float:
+        return self.linear_ms + self.attention_ms + self.other_kernels_ms + self.outside_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    executor: str
+    quantization: str
+    weight_bytes: int
+    steps: tuple[Step, ...]
+    profile: Profile | None
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     model: str
-    weight_bytes: int
     kv_bytes_per_token: int
     read_gb_per_s: float
     gemm_gflop_per_s: float
-    steps: tuple[Step, ...]
-    profile: Profile
+    ways: tuple[Way, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """What the model's steps must read and compute, from its folder's own words."""
 
-    weight_bytes: int
     linear_flop_per_token: int
     attention_flop_per_pair: int
     """For each query and each key that it sees, over all layers."""
@@ -101,7 +114,6 @@ class Work:
         embedding = config["vocab_size"] * config["hidden_size"]
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         return cls(
-            weight_bytes=weight_bytes,  # tied: the embedding is the head, read whole
             linear_flop_per_token=2 * (weight_bytes // 4 - embedding),
             attention_flop_per_pair=4 * config["num_hidden_layers"] * config["num_attention_heads"] * head_dim,
             head_flop=2 * embedding,
@@ -112,42 +124,66 @@ class Work:
         return num_tokens * self.linear_flop_per_token + pairs * self.attention_flop_per_pair + self.head_flop
 
 
+class Loaded:
+    """A runner on a pool of noise, its steps, and the times they took."""
+
+    def __init__(self, folder: Path, executor: Executor, quantization: Quantization) -> None:
+        model = ModelConfig(model=str(folder), threads=1, quantization=quantization, executor=executor)
+        self.model = model
+        self.weight_bytes = prepared_path(folder, model).stat().st_size if executor == "native" else 0
+        runner, memory = load_runner(model, EngineConfig(kv_cache_memory=POOL_BYTES), Incarnation("0" * 32))
+        self.runner: ModelRunner = runner
+        _fill(memory)
+        layout = runner.layout
+        cases = [("decode", num_seqs, _decode_plan(layout, num_seqs, _GREEDY)) for num_seqs in DECODE_SEQS]
+        cases.append(("sampled", PROFILED_SEQS, _decode_plan(layout, PROFILED_SEQS, _SAMPLED)))
+        cases.append(("prompt", 1, _prompt_plan(layout, PROMPT_TOKENS)))
+        self.cases = cases
+        self.times: list[list[float]] = [[] for _ in cases]
+        for _, _, plan in cases:
+            runner.execute(plan)
+
+    def run(self) -> None:
+        for (_, _, plan), taken_s in zip(self.cases, self.times, strict=True):
+            taken_s.append(seconds(partial(self.runner.execute, plan)))
+
+    def way(self, work: Work, limits: Limits, profile_rounds: int) -> Way:
+        steps = tuple(
+            _step(case, num_seqs, plan, taken_s, work, limits, self.weight_bytes, self.runner.layout)
+            for (case, num_seqs, plan), taken_s in zip(self.cases, self.times, strict=True)
+        )
+        plan = self.cases[DECODE_SEQS.index(PROFILED_SEQS)][2]
+        profile = _profile(self.runner, plan, profile_rounds) if isinstance(self.runner, ProgramRunner) else None
+        return Way(self.model.executor, self.runner.quantization, self.weight_bytes, steps, profile)
+
+
+def _fill(memory: PoolMemory) -> None:
+    noise = np.random.default_rng(0).standard_normal(1 << 20, np.float32)
+    pool = memory.blocks.reshape(-1).view(np.float32)
+    for start in range(0, pool.size, noise.size):
+        pool[start : start + noise.size] = noise[: pool.size - start]
+
+
 def measure(quick: bool, progress: Progress) -> Result:
     progress("loading the demo model", None, None)
     folder = resolve(DEMO)
-    with _marked_attention():
-        runner, memory = load_runner(
-            ModelConfig(model=str(folder), threads=1, quantization="none"),
-            EngineConfig(kv_cache_memory=POOL_BYTES),
-            Incarnation("0" * 32),
-        )
-    torch.from_numpy(memory.blocks).view(torch.float32).normal_()
+    loaded = [Loaded(folder, executor, quantization) for executor, quantization in WAYS]
+    loaded[0].weight_bytes = loaded[1].weight_bytes  # the same fp32 numbers
     work, limits = Work.of(folder), Limits()
-    cases = [("decode", num_seqs, _decode_plan(runner.layout, num_seqs, _GREEDY)) for num_seqs in DECODE_SEQS]
-    cases.append(("sampled", PROFILED_SEQS, _decode_plan(runner.layout, PROFILED_SEQS, _SAMPLED)))
-    cases.append(("prompt", 1, _prompt_plan(runner.layout, PROMPT_TOKENS)))
-    times: list[list[float]] = [[] for _ in cases]
     rounds = 2 if quick else 8
-    for _, _, plan in cases:
-        runner.execute(plan)
     for round_number in range(rounds):
         progress("engine steps", round_number, rounds)
         limits.measure()
-        for (_, _, plan), taken_s in zip(cases, times, strict=True):
-            taken_s.append(seconds(partial(runner.execute, plan)))
+        for one in loaded:
+            one.run()
     progress("profile of a step", None, None)
-    profile = _profile(runner, cases[DECODE_SEQS.index(PROFILED_SEQS)][2], 3 if quick else 5)
+    layout = loaded[0].runner.layout
     return Result(
         model=folder.name,
-        weight_bytes=work.weight_bytes,
-        kv_bytes_per_token=runner.layout.block_bytes // runner.layout.block_size,
+        kv_bytes_per_token=layout.block_bytes // layout.block_size,
         read_gb_per_s=limits.best_read_bytes_per_s / 1e9,
         gemm_gflop_per_s=limits.best_flop_per_s / 1e9,
-        steps=tuple(
-            _step(case, num_seqs, plan, taken_s, work, limits, runner.layout)
-            for (case, num_seqs, plan), taken_s in zip(cases, times, strict=True)
-        ),
-        profile=profile,
+        ways=tuple(one.way(work, limits, 5 if quick else 20) for one in loaded),
     )
 
 
@@ -173,14 +209,21 @@ def _request(layout: KVLayout, seq: int, num_seqs: int, num_tokens: int, samplin
 
 
 def _step(
-    case: str, num_seqs: int, plan: StepPlan, taken_s: list[float], work: Work, limits: Limits, layout: KVLayout
+    case: str,
+    num_seqs: int,
+    plan: StepPlan,
+    taken_s: list[float],
+    work: Work,
+    limits: Limits,
+    weight_bytes: int,
+    layout: KVLayout,
 ) -> Step:
     context = plan.chunks[0].start + plan.chunks[0].num_tokens
     if case == "prompt":
         floor_s = work.prompt_flop(plan.num_tokens) / limits.best_flop_per_s
     else:
         kv_bytes = num_seqs * context * layout.block_bytes // layout.block_size
-        floor_s = (work.weight_bytes + kv_bytes) / limits.best_read_bytes_per_s
+        floor_s = (weight_bytes + kv_bytes) / limits.best_read_bytes_per_s
     best_s = min(taken_s)
     return Step(
         case=case,
@@ -198,98 +241,67 @@ def _step(
 # --- where a step's time goes -------------------------------------------------------------------------------
 
 
-class MarkedAttention(NativeAttention):
-    """The native backend under a name that the profiler sees: its kernel is no operator of torch."""
-
-    def attend(self, *arguments: Any, **options: Any) -> torch.Tensor:
-        with torch.profiler.record_function(_RANGE):
-            return super().attend(*arguments, **options)
+def _profile(runner: ProgramRunner, plan: StepPlan, rounds: int) -> Profile:
+    seen = [_watched(runner, plan) for _ in range(rounds)]
+    linear_ms, attention_ms, other_ms, outside_ms = (median([one[part] for one in seen]) for part in range(4))
+    return Profile(len(plan.chunks), linear_ms, attention_ms, other_ms, outside_ms)
 
 
-@contextmanager
-def _marked_attention() -> Iterator[None]:
-    native = BACKENDS["native"]
-    BACKENDS["native"] = f"{__spec__.name if __spec__ else __name__}:{MarkedAttention.__name__}"
+def _watched(runner: ProgramRunner, plan: StepPlan) -> tuple[float, float, float, float]:
+    """One step: milliseconds in matrix products, in attention, in other kernels and outside them."""
+    program = runner.program
+    program.timed = True
+    before = program.spent_ns.copy()
     try:
-        yield
-    finally:
-        BACKENDS["native"] = native
-
-
-def _profile(runner: Runner, plan: StepPlan, rounds: int) -> Profile:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write two lines a step
-    plain_s, seen = [], []
-    for _ in range(rounds):
-        plain_s.append(seconds(lambda: runner.execute(plan)))
-        seen.append(_watched(runner, plan))
-    wall_ms, gemm_ms, attention_ms, other_ms = (median([one[part] for one in seen]) for part in range(4))
-    return Profile(
-        num_seqs=len(plan.chunks),
-        gemm_ms=gemm_ms,
-        attention_ms=attention_ms,
-        other_operators_ms=other_ms,
-        outside_ms=wall_ms - gemm_ms - attention_ms - other_ms,
-        num_operators=int(seen[-1][4]),
-        slowed_by=wall_ms / 1e3 / median(plain_s),
-    )
-
-
-def _watched(runner: Runner, plan: StepPlan) -> tuple[float, float, float, float, float]:
-    """One step: milliseconds in all, in matrix products, in attention, in other operators; and how many of these."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         wall_s = seconds(lambda: runner.execute(plan))
-    gemm_us = attention_us = other_us = 0.0
-    count = 0
-    for event in profiler.key_averages():
-        if event.key == _RANGE:
-            attention_us += event.cpu_time_total
-        elif event.key in _PRODUCTS:
-            gemm_us += event.self_cpu_time_total
-        elif event.key.startswith("aten::"):
-            other_us += event.self_cpu_time_total
-            count += event.count
-    return wall_s * 1e3, gemm_us / 1e3, attention_us / 1e3, other_us / 1e3, float(count)
+    finally:
+        program.timed = False
+    spent_ms = (program.spent_ns - before) / 1e6
+    linear_ms, attention_ms = float(spent_ms[OpCode.LINEAR]), float(spent_ms[OpCode.ATTEND])
+    kernels_ms = float(spent_ms.sum())
+    return linear_ms, attention_ms, kernels_ms - linear_ms - attention_ms, wall_s * 1e3 - kernels_ms
 
 
 # --- tables -------------------------------------------------------------------------------------------------
 
 
 def tables(result: Result) -> str:
-    profile = result.profile
-    parts = (
-        ("matrix products", profile.gemm_ms),
-        ("attention", profile.attention_ms),
-        ("other operators", profile.other_operators_ms),
-        ("Python, step, sampling", profile.outside_ms),
+    head = (
+        f"{result.model}, one thread: {result.kv_bytes_per_token / 1e3:.0f} KB of KV a token; limits in this run: "
+        f"{result.read_gb_per_s:.1f} GB/s, {result.gemm_gflop_per_s:.0f} GFLOP/s in fp32"
     )
-    whole_ms = sum(value for _, value in parts)
-    return "\n".join(
-        [
-            f"{result.model}, one thread: {result.weight_bytes / 1e6:.0f} MB of weights, "
-            f"{result.kv_bytes_per_token / 1e3:.0f} KB of KV a token; limits in this run: "
-            f"{result.read_gb_per_s:.1f} GB/s, {result.gemm_gflop_per_s:.0f} GFLOP/s",
-            grid(
-                ("step", "seqs", "context", "best ms", "median", "floor ms", "floor/best", "tokens/s"),
-                [
-                    (
-                        step.case,
-                        str(step.num_seqs),
-                        str(step.context),
-                        number(step.best_ms),
-                        number(step.median_ms),
-                        number(step.floor_ms),
-                        number(step.of_floor, 2),
-                        number(step.tokens_per_s, 0),
-                    )
-                    for step in result.steps
-                ],
-            ),
-            "",
-            f"profile of a decode step of {profile.num_seqs} (watching makes it {profile.slowed_by:.2f} times as long; "
-            f"{profile.num_operators:,} other operators)",
-            grid(("", "ms", "share"), [(name, number(ms), f"{ms / whole_ms:.0%}") for name, ms in parts]),
-        ]
-    )
+    return "\n".join([head, *(_way_table(way, result.ways[0]) for way in result.ways), "", _profile_table(result)])
+
+
+def _way_table(way: Way, first: Way) -> str:
+    rows = [
+        (
+            step.case,
+            str(step.num_seqs),
+            str(step.context),
+            number(step.best_ms),
+            number(step.median_ms),
+            number(step.floor_ms),
+            number(step.of_floor, 2),
+            number(step.tokens_per_s, 0),
+            f"{other.best_ms / step.best_ms:.2f}x",
+        )
+        for step, other in zip(way.steps, first.steps, strict=True)
+    ]
+    names = ("step", "seqs", "context", "best ms", "median", "floor ms", "floor/best", "tokens/s", "of first")
+    title = f"\n{way.executor}, quantization {way.quantization}, {way.weight_bytes / 1e6:.0f} MB of weights"
+    return f"{title}\n{grid(names, rows)}"
+
+
+def _profile_table(result: Result) -> str:
+    rows = []
+    for way in result.ways:
+        if (profile := way.profile) is not None:
+            outside = f"{profile.outside_ms / profile.whole_ms:.0%}"
+            parts = (profile.linear_ms, profile.attention_ms, profile.other_kernels_ms, profile.outside_ms)
+            rows.append((f"native, {way.quantization}", *(number(part, 2) for part in parts), outside))
+    names = (f"decode step of {PROFILED_SEQS}", "linear ms", "attention", "other kernels", "outside", "outside of all")
+    return grid(names, rows)
 
 
 if __name__ == "__main__":
