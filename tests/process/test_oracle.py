@@ -52,7 +52,7 @@ def case(transport: str, prefill: int, decode: int, *flags: str, slow: bool = Fa
         case("auto", 1, 1),
         case("tcp", 2, 2, *TINY_POOL),
         case("ucx", 1, 1, "--no-prefix-cache"),
-        case("shm", 0, 1, *TINY_POOL),
+        case("shm", 0, 1, *TINY_POOL, "--kv-host-memory", "16MiB"),
         case("shm", 2, 2, *TINY_POOL, "--no-prefix-cache", slow=True),
         case("shm", 1, 1, *TINY_POOL, "--no-prefix-cache", slow=True),
         case("tcp", 1, 1, "--no-prefix-cache", slow=True),
@@ -87,6 +87,8 @@ async def test_every_deployment_gives_the_oracles_answers(
         loads = [view.load for view in (await caller.view()).nodes]
         if "--kv-cache-memory" in flags:
             assert sum(load.num_preemptions for load in loads) > 0, "the pools were meant to be too small"
+        if "--kv-host-memory" in flags:
+            assert sum(load.num_blocks_in for load in loads) > 0, "nothing came back from host memory"
 
 
 @pytest.mark.asyncio(loop_scope="session")
