@@ -39,7 +39,7 @@ async def serve(config: UpConfig, network: Network) -> None:
     folder = logs.new_run_folder(_log_root(config))
     _say_what_comes(console, config, folder)
     with Bars(console) as bars:
-        model = await prepare(config.model.model, bars.report)
+        model = await prepare(config.model, bars.report)
     shared_bytes, private_bytes = checks.weight_bytes(model, config.model.dtype)
     checks.require_memory(
         shared_bytes=shared_bytes,

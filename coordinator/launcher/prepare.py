@@ -1,7 +1,7 @@
-"""Brings the model onto this machine, in a process of its own: `python -m coordinator.launcher.prepare MODEL`.
+"""Brings the model onto this machine, in a process of its own: `python -m coordinator.launcher.prepare CONFIG`.
 
-Downloading and converting block for minutes; as a process they can be ended at any moment, with all that they
-started. Prints one line per step of progress (stage, done, total, separated by tabs, empty where unknown) and
+Downloading, converting and packing for the kernels block for minutes; as a process they can be ended at any moment,
+with all that they started. Prints one line per step of progress (stage, done, total, separated by tabs, empty where unknown) and
 last the model's folder, after a tab. What the operator must mend goes to stderr, exit code 2.
 """
 
@@ -10,7 +10,10 @@ import contextlib
 import os
 import signal
 import sys
+from importlib import import_module
 from pathlib import Path
+
+import msgspec
 
 from common.config import ModelConfig
 from common.errors import ConfigError
@@ -18,8 +21,11 @@ from common.model import fetch, store
 
 
 def main() -> int:
+    model = msgspec.json.decode(sys.argv[1], type=ModelConfig)
     try:
-        folder = store.resolve(sys.argv[1], progress=_print_progress)
+        folder = store.resolve(model.model, progress=_print_progress)
+        if model.executor != "transformers":
+            _pack(folder, model)
     except ConfigError as error:
         print(error.message, file=sys.stderr)
         return 2
@@ -27,14 +33,21 @@ def main() -> int:
     return 0
 
 
+def _pack(folder: Path, model: ModelConfig) -> None:
+    """Once, before the nodes ask for it; what they will leave to transformers is left alone."""
+    prepared = import_module("common.model.prepared")  # brings numpy, which only this process needs
+    with contextlib.suppress(prepared.UnpreparedError):
+        prepared.open_prepared(folder, model, progress=_print_progress)
+
+
 def demo_is_here() -> bool:
     return (store.cache_root() / "models" / fetch.DEMO_NAME).is_dir()
 
 
-async def prepare(model: str, progress: store.Progress) -> Path:
+async def prepare(model: ModelConfig, progress: store.Progress) -> Path:
     """Run this module for `model`; its folder. ConfigError says what is wrong. Cancelling ends all it started."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", __name__, model),
+        *(sys.executable, "-P", "-m", __name__, msgspec.json.encode(model).decode()),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

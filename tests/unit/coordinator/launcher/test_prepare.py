@@ -19,14 +19,14 @@ def ignore(stage: str, done: int | None, total: int | None) -> None:
 
 
 async def test_a_model_folder_is_ready_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
     (tmp_path / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
-    assert await prepare(str(tmp_path), ignore) == tmp_path
+    assert await prepare(ModelConfig(model=str(tmp_path)), ignore) == tmp_path
 
 
 async def test_what_is_wrong_with_a_model_is_said_in_the_words_of_the_store(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model: .*nothing-here.* does not exist"):
-        await prepare(str(tmp_path / "nothing-here"), ignore)
+        await prepare(ModelConfig(model=str(tmp_path / "nothing-here")), ignore)
 
 
 async def test_cancelling_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,7 @@ async def test_cancelling_ends_the_process(tmp_path: Path, monkeypatch: pytest.M
     waits = asyncio.Event()
     with (tmp_path / "models" / f"{fetch.DEMO_NAME}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # as another process that prepares the demo: ours blocks
-        work = asyncio.create_task(prepare("demo", lambda stage, done, total: waits.set()))
+        work = asyncio.create_task(prepare(ModelConfig(model="demo"), lambda stage, done, total: waits.set()))
         await asyncio.wait_for(waits.wait(), 10)
         [child] = psutil.Process().children()
         work.cancel()
