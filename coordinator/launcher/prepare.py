@@ -1,8 +1,8 @@
 """Brings the model onto this machine, in a process of its own: `python -m coordinator.launcher.prepare CONFIG`.
 
 Downloading, converting and packing for the kernels block for minutes; as a process they can be ended at any moment,
-with all that they started. Prints one line per step of progress (stage, done, total, separated by tabs, empty where unknown) and
-last the model's folder, after a tab. What the operator must mend goes to stderr, exit code 2.
+with all that they started. Prints one line per step of progress (stage, done, total, separated by tabs, empty where
+unknown) and last the model's folder, after a tab. What the operator must mend goes to stderr, exit code 2.
 """
 
 import asyncio
