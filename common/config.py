@@ -25,7 +25,11 @@ class ModelConfig:
 
     model: Annotated[str, Meta(description="Folder, hub id or GGUF file of the model.")]
     served_name: Annotated[str, Meta(description="Name clients use; empty means the model's own.")] = ""
-    dtype: Annotated[Literal["float32", "bfloat16"], Meta(description="Type of weights and KV.")] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16"], Meta(description="Type of weights, unless quantised.")] = "float32"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Meta(description="Type of keys and values in the pool and on the wire; auto: the weights'."),
+    ] = "auto"
     quantization: Annotated[
         Literal["auto", "none", "int8", "int4"],
         Meta(description="Weights in groups of 32: auto keeps the width that a GGUF checkpoint has."),
@@ -43,6 +47,10 @@ class ModelConfig:
     batch_invariant: Annotated[
         bool, Meta(description="Give a row the same bits whatever the batch (pads steps of few rows).")
     ] = True
+
+    @property
+    def kv_dtype(self) -> Literal["float32", "bfloat16"]:
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,6 +74,7 @@ def load(
     max_model_len: int = 0,
     device: torch.device | None = None,
     quantization: Quantization = "none",
+    kv_dtype: torch.dtype | None = None,
 ) -> LoadedModel:
     """Load `folder` (see `store.resolve`). ConfigError names what cannot be served and why."""
     config = load_config(folder)
@@ -90,8 +91,8 @@ def load(
     layers = discover(module, text, block_size=block_size, max_model_len=length)
     layout = KVLayout(
         block_size=block_size,
-        dtype=str(dtype).removeprefix("torch."),
-        itemsize=dtype.itemsize,
+        dtype=str(kv_dtype or dtype).removeprefix("torch."),
+        itemsize=(kv_dtype or dtype).itemsize,
         layers=tuple(LayerKV(layer.num_kv_heads, layer.k_head_dim, layer.v_head_dim) for layer in layers),
     )
     digest = quantised_digest(model_digest(folder), quantization)

@@ -28,7 +28,7 @@ def program_runner(
 ) -> tuple["ProgramRunner", PoolMemory]:
     """A runner of the prepared model, over a pool of its own. ConfigError if the pool cannot be had."""
     recipe = opened.recipe
-    layout = recipe.layout(engine.block_size, model.dtype, _ITEM_BYTES[model.dtype])
+    layout = recipe.layout(engine.block_size, model.kv_dtype, _ITEM_BYTES[model.kv_dtype])
     max_model_len = model.max_model_len or recipe.max_model_len
     num_blocks = num_pool_blocks(engine, layout, max_model_len=max_model_len)
     memory = allocate(layout, num_blocks, incarnation)
@@ -39,7 +39,7 @@ def program_runner(
         opened.arrays,
         memory.blocks,
         block_size=engine.block_size,
-        dtype=model.dtype,
+        dtype=model.kv_dtype,
         num_threads=num_threads,
     )
     log.info(

@@ -45,6 +45,7 @@ def load_transformers_runner(
         max_model_len=model.max_model_len,
         device=device,
         quantization=resolve_quantization(model.quantization, folder),
+        kv_dtype=getattr(torch, model.kv_dtype),
     )
     floor = settle_row_floor(loaded, model) if model.batch_invariant and device.type == "cpu" else 0
     philox.kernel()  # compiled now rather than at the first draw

@@ -66,9 +66,10 @@ def make_runner(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempP
         pool_bytes: int = WHOLE_POOL,
         host_bytes: int = 0,
         num_threads: int = 1,
+        kv_cache_dtype: str = "auto",
     ) -> ProgramRunner:
         opened = read_prepared(file_of(family, dtype, quantization), digest="d", quantization=quantization)
-        model = ModelConfig(model="tiny", dtype=dtype)  # type: ignore[arg-type]
+        model = ModelConfig(model="tiny", dtype=dtype, kv_cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
         engine = EngineConfig(kv_cache_memory=pool_bytes, kv_host_memory=host_bytes)
         runner, memory = program_runner(opened, model, engine, Incarnation("0" * 32), num_threads=num_threads)
         memory.blocks.view(np.uint16)[:] = 0x7FC0  # NaN in both types: whoever reads what nobody wrote shows it
@@ -99,6 +100,14 @@ def test_logits_have_the_same_bits_alone_batched_and_chunked(
     family: str, dtype: str, quantization: Quantization, make_runner: Make
 ) -> None:
     assert_rows_keep_their_bits(make_runner(family, dtype=dtype, quantization=quantization))
+
+
+def test_keys_and_values_may_be_of_another_type_than_the_weights(make_runner: Make) -> None:
+    whole, half = make_runner("qwen3"), make_runner("qwen3", kv_cache_dtype="bfloat16")
+    assert (half.layout.dtype, 2 * half.layout.block_bytes) == ("bfloat16", whole.layout.block_bytes)
+    assert_rows_keep_their_bits(half)
+    difference = np.abs(half.logits(whole_plan()) - whole.logits(whole_plan())).max()
+    assert 0 < difference < 0.2
 
 
 def test_threads_change_no_bit(make_runner: Make) -> None:
