@@ -23,6 +23,8 @@ from common.errors import BatonError, ErrorCode, from_wire
 WIRE_VERSION = 1
 CACHE_NAME_BYTES = 8
 MAX_NAME_CHARS = 255
+MAX_CHOICES = 16
+"""Answers to one prompt."""
 MAX_LINK_CALLS = 1 << 16
 """More than anybody has open on one link: a Beat that lists more is answered by nobody."""
 
@@ -145,7 +147,7 @@ class Offer(Part, frozen=True):
 
 
 class Sampling(Part, frozen=True):
-    """How tokens are drawn. Noise is keyed by (seed, position in the sequence), nothing else.
+    """How tokens are drawn. Noise is keyed by (seed, choice, position in the sequence), nothing else.
 
     `max_tokens` counts from the end of the prompt, also when a call carries tokens already delivered.
     `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 filter nothing.
@@ -157,6 +159,24 @@ class Sampling(Part, frozen=True):
     top_p: float = 1.0
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
+
+
+class Branch(Part, frozen=True):
+    """One of several answers to a prompt, by its place among them: what it has beyond the tokens that all share."""
+
+    choice: Annotated[int, Meta(ge=0, lt=MAX_CHOICES)]
+    tokens: list[int] = []
+
+
+Branches = Annotated[tuple[Branch, ...], Meta(max_length=MAX_CHOICES)]
+"""Those that are still written. None at all stand for the one answer to most prompts: choice 0, nothing beyond."""
+
+
+class Drawn(Part, frozen=True):
+    """One choice's first token, and what it ends."""
+
+    token: int
+    finish: FinishReason | None = None
 
 
 class NodeAddress(Part, frozen=True):
@@ -306,10 +326,11 @@ class Route(Message, frozen=True):
 
 
 class Generate(Message, frozen=True):
-    """Gateway -> decode node. Items: Tokens, the last one with `finish`; then the node Ends.
+    """Gateway -> decode node. Items: Tokens, the last one of each choice with `finish`; then the node Ends.
 
-    `tokens` is the prompt followed by whatever was delivered by earlier attempts. Delivered tokens
-    are facts: they are never drawn again, and positions go on where they ended.
+    Sends: StopChoice. `tokens` is the prompt followed by whatever was delivered by earlier attempts; what only
+    one of several choices had is in its branch. Delivered tokens are facts: they are never drawn again, and
+    positions go on where they ended.
     """
 
     request: RequestId
@@ -322,6 +343,7 @@ class Generate(Message, frozen=True):
     origin: Origin = Origin()
     source: NodeAddress | None = None
     """The draining node that runs this request's attempt `attempt - 1` now and hands it over."""
+    branches: Branches = ()
 
 
 class Prefill(Message, frozen=True):
@@ -329,7 +351,7 @@ class Prefill(Message, frozen=True):
 
     The node frees the blocks when the call ends, whoever ends it; it Ends after Pulled. A caller that
     needs no blocks (its request finished with the first token) sends Pulled at once. `tokens` may include
-    output that was delivered before: the node computes all of them and draws the next one.
+    output that was delivered before: the node computes all of them, once, and draws the next one of each choice.
     """
 
     request: RequestId
@@ -340,6 +362,7 @@ class Prefill(Message, frozen=True):
     sampling: Sampling
     layout: KVLayout
     origin: Origin = Origin()
+    choices: Annotated[tuple[int, ...], Meta(min_length=1, max_length=MAX_CHOICES)] = (0,)
 
 
 class Handover(Message, frozen=True):
@@ -388,7 +411,13 @@ class Stop(Message, frozen=True):
     """What was announced has landed: stop the request here."""
 
 
-SentBody = Report | Pulled | Stop
+class StopChoice(Message, frozen=True):
+    """In a Generate call of several choices: no more tokens of this one are wanted. It gets no further word."""
+
+    choice: int
+
+
+SentBody = Report | Pulled | Stop | StopChoice
 
 # --- what a callee yields --------------------------------------------------------------------------
 
@@ -416,7 +445,7 @@ class Routed(Message, frozen=True):
 
 
 class Tokens(Message, frozen=True):
-    """New tokens of one request. `phases` (last item only) are seconds by phase, summing to the call's life.
+    """New tokens of one choice. `phases` (last item only) are seconds by phase, summing to the call's life.
 
     `path` says who computed the prompt, as far as it is known: "prefill", "home", "fallback" (home, after prefill
     failed) or "handover".
@@ -428,7 +457,8 @@ class Tokens(Message, frozen=True):
     phases: dict[str, float] | None = None
     path: str = ""
     start: int | None = None
-    """In the first item: the place in the sequence of its first token."""
+    """In a choice's first item: the place in the sequence of its first token."""
+    choice: int = 0
 
 
 class Leaving(Message, frozen=True):
@@ -448,18 +478,26 @@ class BlocksReady(Message, frozen=True):
 
 
 class PrefillDone(Message, frozen=True):
-    """The prompt is computed and `token` drawn; every block of it has been announced."""
+    """The prompt is computed and `token` drawn; every block of it has been announced.
+
+    `token` is that of the first of `Prefill.choices`, `others` are those of the rest.
+    """
 
     token: int
     finish: FinishReason | None = None
     cached_tokens: int = 0
     phases: dict[str, float] | None = None
+    others: tuple[Drawn, ...] = ()
 
 
 class HandedOver(Message, frozen=True):
-    """The request is stopped. `tokens` is all of it, prompt included; the last one was passed on and not computed."""
+    """The request is stopped. `tokens` is all of it, prompt included; the last one was passed on and not computed.
+
+    Of several choices `tokens` is what they share, and `branches` are those that were still being written.
+    """
 
     tokens: list[int]
+    branches: Branches = ()
 
 
 class DrainProgress(Message, frozen=True):

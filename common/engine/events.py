@@ -18,23 +18,30 @@ from common.messages import BlockHash, BlockId, BlockRef, HeldSequence, Origin, 
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Lease blocks for these tokens, cached prefix first; queues until they fit. Answer: Reserved."""
+    """Lease blocks for these tokens, cached prefix first; queues until they fit. Answer: Reserved.
+
+    `num_forks` requests will share them: a block for each is left beside running requests.
+    """
 
     request: RequestId
     tokens: list[int]
     origin: Origin = NOBODY
     deadline_s: float = inf
     """On the engine's clock."""
+    num_forks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Admit:
     """Schedule a request. If a lease of its id exists, the lease's blocks become its block table.
 
-    `request.num_computed` says how many of its tokens already have their KV in those blocks.
+    `request.num_computed` says how many of its tokens already have their KV in those blocks. `forks` share what is
+    computed of its first `num_shared` tokens as soon as it draws a token; until then they live and end with it.
     """
 
     request: EngineRequest
+    forks: tuple[EngineRequest, ...] = ()
+    num_shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,15 @@ reader has it. Both are a lease: a block table under the request's id.
 1. A reservation is granted when the scheduler says that it is next, all of a sequence's blocks at once, cached
    prefix shared.
 2. A grant leaves `spare` blocks to be had (the scheduler asks for one per running request), so that memory
-   lent to a prompt that is still on its way does not stop a running request at its next block.
+   lent to a prompt that is still on its way does not stop a running request at its next block. Beside running
+   requests it leaves one for each fork too, which will want one at once.
 3. A lease ends by being taken (it becomes a request's block table) or released.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from common.engine.request import EngineRequest
 from common.kv_cache.block_pool import BlockPool
 from common.kv_cache.prefix_cache import cached_prefix
 from common.messages import BlockHash, BlockId, RequestId
@@ -32,6 +34,7 @@ class Lease:
 class Reservation:
     num_tokens: int
     hashes: list[BlockHash]
+    num_forks: int = 0
 
 
 class Leases:
@@ -56,16 +59,16 @@ class Leases:
     def __contains__(self, request: RequestId) -> bool:
         return request in self._wanted or request in self._held
 
-    def reserve(self, request: RequestId, num_tokens: int, hashes: list[BlockHash]) -> None:
+    def reserve(self, request: RequestId, num_tokens: int, hashes: list[BlockHash], num_forks: int = 0) -> None:
         """Wait for room for `num_tokens`; `hashes` name their full blocks, or none where no prefix is shared."""
-        self._wanted[request] = Reservation(num_tokens, hashes)
+        self._wanted[request] = Reservation(num_tokens, hashes, num_forks)
 
     def grant(self, request: RequestId, *, turn: int, spare: int) -> Lease | None:
         """Turn a reservation into a lease if `spare` blocks are left then."""
         wanted = self._wanted[request]
         shared = cached_prefix(self._pool, wanted.hashes, wanted.num_tokens, self._block_size)
         missing = -(-wanted.num_tokens // self._block_size) - len(shared)
-        blocks = self._pool.claim(shared, missing, spare=spare)
+        blocks = self._pool.claim(shared, missing, spare=spare + (wanted.num_forks if spare else 0))
         if blocks is None:
             return None
         del self._wanted[request]
@@ -78,6 +81,13 @@ class Leases:
         assert request not in self._held
         self._held[request] = lease
         self._num_blocks += len(lease.blocks)
+
+    def keep(self, request: EngineRequest) -> None:
+        """A request that has stopped: its blocks that hold something are a lease of its id from now on."""
+        used = -(-request.num_computed // self._block_size)
+        self._pool.free(request.blocks[used:])
+        self.hold(request.id, Lease(request.turn, request.blocks[:used], request.hashes, request.num_cached))
+        request.blocks = []
 
     def peek(self, request: RequestId) -> Lease | None:
         return self._held.get(request)

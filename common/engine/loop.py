@@ -193,10 +193,13 @@ class Engine:
                     self._said_starved = False
             case Reserve(request=id):
                 with self._refusing(id):
-                    self._scheduler.reserve(id, command.tokens, command.origin, deadline_s=command.deadline_s)
+                    deadline_s, num_forks = command.deadline_s, command.num_forks
+                    self._scheduler.reserve(
+                        id, command.tokens, command.origin, deadline_s=deadline_s, num_forks=num_forks
+                    )
             case Admit(request=request):
                 with self._refusing(request.id):
-                    self._scheduler.add(request)
+                    self._scheduler.add(request, command.forks, command.num_shared)
             case _:
                 assert_never(command)
 
@@ -340,7 +343,11 @@ class Engine:
 
 
 def _tokens_to_compute(command: Reserve | Admit) -> int:
-    return command.request.num_uncomputed if isinstance(command, Admit) else 0
+    """Before forks share what their parent computed, they count for what only they have."""
+    if isinstance(command, Reserve):
+        return 0
+    own = sum(len(fork.tokens) - command.num_shared for fork in command.forks)
+    return command.request.num_uncomputed + own
 
 
 def _words(error: Exception) -> str:

@@ -4,10 +4,11 @@ waiting: neither place nor blocks      ready: blocks (a lease's), no place      
 """
 
 from bisect import insort
+from collections.abc import Iterator
 from operator import attrgetter
 
 from common.engine.request import EngineRequest, Status
-from common.messages import RequestId
+from common.messages import BlockId, RequestId
 
 _by_turn = attrgetter("turn")
 
@@ -28,10 +29,10 @@ class Roster:
         return len(self.running) >= self.max_running
 
     def add(self, request: EngineRequest) -> None:
-        """With blocks it is ready, else it waits."""
+        """With blocks, or a share of one, it is ready, else it waits."""
         request.status = Status.WAITING
         self.requests[request.id] = request
-        if request.blocks:
+        if request.held_blocks:
             insort(self.ready, request, key=_by_turn)
         else:
             self.waiting[request.id] = request
@@ -71,15 +72,18 @@ class Roster:
         del self.requests[request.id]
         if request.status is Status.RUNNING:
             self.running.remove(request)
-        elif request.blocks:
+        elif self.waiting.pop(request.id, None) is None:
             self.ready.remove(request)
-        else:
-            del self.waiting[request.id]
         request.status = Status.ENDED
 
     def _seat(self, request: EngineRequest) -> None:
         request.status = Status.RUNNING
         insort(self.running, request, key=_by_turn)
+
+    def held(self) -> Iterator[tuple[str, RequestId, list[BlockId]]]:
+        """As `Scheduler.held`."""
+        for kind, requests in (("running", self.running), ("ready", self.ready), ("waiting", [*self.waiting.values()])):
+            yield from ((kind, request.id, request.held_blocks) for request in requests)
 
     def check_invariants(self) -> None:
         queues = (self.running, self.ready, list(self.waiting.values()))
@@ -89,8 +93,9 @@ class Roster:
             assert turns == sorted(set(turns)), "out of order"
         assert len(self.running) <= self.max_running
         assert all(request.status is Status.RUNNING for request in self.running)
-        assert all(request.status is Status.WAITING and request.blocks for request in self.ready)
+        assert all(request.status is Status.WAITING and request.held_blocks for request in self.ready)
+        assert all(request.num_computed < len(request.tokens) for request in self.requests.values())
         for request in self.waiting.values():
             assert request.status is Status.WAITING
-            assert not request.blocks
+            assert not request.held_blocks
             assert request.num_computed == 0

@@ -27,13 +27,17 @@ is a prompt, whether it never ran, lost its blocks or came with some of them; th
    block between them, and as much as they can take one after the other: that of the class and tenant that
    had least (`fair`), and there the oldest. Waiting ones are admitted in their order among them, after
    running ones of the same class and tenant. The limits are tokens and, through `Pace`, seconds.
+6. Several answers to one prompt are one request until its first token, then several that share blocks (`forks`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from math import inf
 
 from common.engine.fair import FairQueue
+from common.engine.forks import Forks
 from common.engine.leases import Lease, Leases
+from common.engine.names import Names
 from common.engine.pace import Pace
 from common.engine.policy import Policy, Ticket, ticket
 from common.engine.request import Chunk, EngineRequest, Progress, Status, StepPlan
@@ -42,8 +46,8 @@ from common.engine.share import RunningPrompts, goes_before
 from common.engine.sizes import Sizes
 from common.errors import InvalidTransition
 from common.kv_cache.block_pool import BlockPool
-from common.kv_cache.prefix_cache import cached_prefix, extend_hashes
-from common.messages import BlockHash, BlockId, BlockRef, Origin, RequestId
+from common.kv_cache.prefix_cache import cached_prefix
+from common.messages import BlockHash, BlockId, BlockRef, Drawn, Origin, RequestId
 
 _FIRST_STEP_BLOCKS = 8
 """A prompt's first chunk while nothing is known of the model's speed."""
@@ -73,7 +77,8 @@ class Scheduler:
         self._block_size = block_size
         self._max_step_tokens = max_step_tokens
         self._sizes = Sizes(pool.num_blocks, block_size, max_model_len, admit_whole)
-        self._root_of = root_of
+        self.fits_alone, self._blocks_for = self._sizes.fits_alone, self._sizes.blocks_for
+        self._names = Names(pool, block_size, root_of)
         self.pace = Pace(
             first_tokens=_FIRST_STEP_BLOCKS * block_size,
             max_step_s=max_step_s,
@@ -81,6 +86,7 @@ class Scheduler:
             block_size=block_size,
         )
         self._leases = Leases(pool, block_size)
+        self._forks = Forks(pool, block_size, self._names)
         self._policy = policy
         self._queue = FairQueue(policy)
         self._roster = Roster(min(max_running, max_step_tokens))
@@ -108,8 +114,8 @@ class Scheduler:
 
     @property
     def ids(self) -> list[RequestId]:
-        """Everything that has anything here: requests, leases, queued reservations."""
-        return [*self._roster.requests, *self._leases.ids]
+        """Everything that has anything here: requests, forks to be, leases, queued reservations."""
+        return [*self._roster.requests, *self._forks.ids, *self._leases.ids]
 
     def full_blocks(self, id: RequestId) -> tuple[BlockRef, ...]:
         """The blocks of a running request that no step writes to any more; none if it does not run."""
@@ -119,54 +125,50 @@ class Scheduler:
 
     def held(self) -> Iterator[tuple[str, RequestId, list[BlockId]]]:
         """Everything that has blocks here or waits for them: what it is, its id, its block table."""
-        (running, ready), waiting = (self._roster.running, self._roster.ready), self._roster.waiting.values()
-        for kind, requests in (("running", running), ("ready", ready), ("waiting", waiting)):
-            yield from ((kind, request.id, request.blocks) for request in requests)
-        yield from self._leases.held()
-
-    def fits_alone(self, num_tokens_max: int) -> bool:
-        return self._sizes.fits_alone(num_tokens_max)
+        for part in (self._roster, self._forks, self._leases):
+            yield from part.held()
 
     # --- arrivals and departures -----------------------------------------------------------------------
 
-    def reserve(self, id: RequestId, tokens: list[int], origin: Origin, *, deadline_s: float = inf) -> None:
+    def reserve(
+        self, id: RequestId, tokens: list[int], origin: Origin, *, deadline_s: float = inf, num_forks: int = 0
+    ) -> None:
         """Queue a reservation of blocks for `tokens`. ContextLengthError if the pool is too small for them."""
         self._check_new(id)
         self._sizes.check_reservation(len(tokens))
         hashes: list[BlockHash] = []
-        self._extend_hashes(hashes, tokens, origin)
-        self._leases.reserve(id, len(tokens), hashes)
+        self._names.extend(hashes, tokens, origin)
+        self._leases.reserve(id, len(tokens), hashes, num_forks)
         self._queue.add(id, origin, self._ticket(hashes, len(tokens), deadline_s))
 
-    def add(self, request: EngineRequest) -> None:
-        """Schedule a request; a lease of its id becomes its block table.
+    def add(self, request: EngineRequest, forks: Sequence[EngineRequest] = (), num_shared: int = 0) -> None:
+        """Schedule a request; a lease of its id becomes its block table. `forks` share its first `num_shared` tokens.
 
-        Without one its `num_computed` counts for nothing. RequestError if it is not whole or could never finish.
+        Without a lease its `num_computed` counts for nothing. RequestError if one is not whole or could never finish.
         """
-        self._check_new(request.id, lease=True)
         lease = self._leases.peek(request.id)
-        self._sizes.check(request, lease)
+        for one in (request, *forks):
+            self._check_new(one.id, lease=one is request)
+            self._sizes.check(one, lease if one is request else None)
+        self._forks.attach(request, forks, num_shared)
         request.hashes = [] if lease is None else lease.hashes
-        self._extend_hashes(request.hashes, request.tokens, request.origin)
+        self._names.extend(request.hashes, request.tokens, request.origin)
         self._leases.take(request.id)
         self._queue.remove(request.id)  # a reservation that it did not wait for
         if lease is None:
             request.blocks, request.num_computed, request.turn = [], 0, 0
-            request.ticket = self._ticket(request.hashes, len(request.tokens), request.deadline_s)
-            self._queue.add(request.id, request.origin, request.ticket)
         else:
             self._adopt(request, lease)
-        self._roster.add(request)
-        self.num_uncomputed_tokens += request.num_uncomputed
+        self._enter(request)
 
     def release(self, id: RequestId) -> bool:
         """Free all that this id has, whatever it is doing. Idempotent. True if a lease ended."""
         self._queue.remove(id)
+        self._forks.drop(id)
         request = self._roster.requests.get(id)
         if request is not None:
             self._remove(request)
-            self._pool.free(request.blocks)
-            request.blocks = []
+            self._pool.free(request.take_blocks())
         return self._leases.release(id)
 
     # --- one step --------------------------------------------------------------------------------------
@@ -183,7 +185,7 @@ class Scheduler:
             if total > len(request.blocks) * block_size:
                 continue  # pauses: rule 3
             if total - request.num_computed == 1:
-                chunks.append(Chunk(request, total - 1, 1, True))
+                chunks.append(Chunk(request, total - 1, 1, 1 + len(request.also) if request.also else 1))
             else:
                 prompts.append(request)
         num_decodes = len(chunks)
@@ -208,7 +210,7 @@ class Scheduler:
         return id, lease
 
     def update(self, plan: StepPlan, tokens: list[int]) -> tuple[Progress, ...]:
-        """Book an executed plan; `tokens` has one for each chunk that samples, in plan order.
+        """Book an executed plan; `tokens` has those of each chunk that samples, in plan order.
 
         Chunks of requests that were released meanwhile are dropped.
         """
@@ -216,8 +218,9 @@ class Scheduler:
         progress = []
         for chunk in plan.chunks:
             token = next(drawn) if chunk.samples else None
+            others = [*islice(drawn, chunk.samples - 1)] if chunk.samples > 1 else ()
             if chunk.request.status is Status.RUNNING:
-                progress.append(self._advance(chunk.request, chunk.num_tokens, token))
+                progress.append(self._advance(chunk.request, chunk.num_tokens, token, others))
         return tuple(progress)
 
     def observe(self, seconds: float) -> None:
@@ -237,16 +240,21 @@ class Scheduler:
         missing = self._blocks_for(len(request.tokens)) - len(request.blocks)
         while (blocks := self._pool.allocate(missing)) is None:
             victim = self._roster.latest_after(request)
-            if victim is None:
+            if victim is not None:
+                self._preempt(victim)
+            elif request.copy_of is not None:  # what it holds to copy from may be what it lacks
+                self.num_uncomputed_tokens += self._forks.give_up_copy(request)
+            else:
                 return
-            self._preempt(victim)
+        if request.copy_of is not None:
+            self._forks.copy(request, blocks[0])
         request.blocks.extend(blocks)
 
     def _preempt(self, victim: EngineRequest) -> None:
-        self._pool.free(victim.blocks)
+        self._pool.free(victim.take_blocks())
         self.num_uncomputed_tokens += victim.num_computed
         self.num_preemptions += 1
-        victim.blocks, victim.num_computed = [], 0
+        victim.num_computed = 0
         victim.num_preemptions += 1
         self._roster.send_back(victim)
         self._queue.put_back(victim.id, victim.origin, turn=victim.turn)
@@ -262,7 +270,8 @@ class Scheduler:
         shared = cached_prefix(self._pool, request.hashes, len(request.tokens), self._block_size)
         whole = self._sizes.is_whole(request)  # rule 4
         need = self._blocks_for(self._sizes.longest(request) - 1 if whole else len(request.tokens))
-        blocks = self._pool.claim(shared, need - len(shared), spare=0 if whole or not roster.running else 1)
+        spare = 0 if whole or not roster.running else 1 + self._forks.of(request.id)
+        blocks = self._pool.claim(shared, need - len(shared), spare=spare)
         if blocks is None:
             return False
         self._queue.serve(request.id)
@@ -284,7 +293,7 @@ class Scheduler:
         request.num_computed = max(request.num_computed, lease.num_cached)
         self.num_cached_tokens += lease.num_cached
         request.turn = lease.turn
-        self._name_blocks(request, lease.num_cached // self._block_size)
+        self._names.offer(request, lease.num_cached // self._block_size)
 
     # --- the step's share ------------------------------------------------------------------------------
 
@@ -321,45 +330,39 @@ class Scheduler:
 
     # --- results ---------------------------------------------------------------------------------------
 
-    def _advance(self, request: EngineRequest, num_tokens: int, token: int | None) -> Progress:
+    def _advance(self, request: EngineRequest, num_tokens: int, token: int | None, others: Sequence[int]) -> Progress:
         computed_blocks = request.num_computed // self._block_size
         request.num_computed += num_tokens
         self.num_uncomputed_tokens -= num_tokens
         if request.num_computed // self._block_size > computed_blocks:
-            self._name_blocks(request, computed_blocks)
+            self._names.offer(request, computed_blocks)
         finish, stopped = None, False
         if token is not None:
             request.tokens.append(token)
             self.num_uncomputed_tokens += 1
-            finish = request.finish_reason(self._sizes.max_model_len)
+            finish = request.finish_reason(token, self._sizes.max_model_len)
             stopped = finish is not None or request.stop_after_first
+            if self._forks:
+                self._start_forks(request)
         if not request.keep_blocks:
             if stopped:
                 self.release(request.id)
             return Progress(request.id, request.num_computed, token, finish, request.num_cached, stopped)
-        first = request.num_announced
-        full = request.num_computed // self._block_size
-        request.num_announced = self._blocks_for(request.num_computed) if stopped else full
-        ready = tuple(map(self._pool.ref, request.blocks[first : request.num_announced]))
+        num_ready = self._blocks_for(request.num_computed) if stopped else request.num_computed // self._block_size
+        first, ready = request.announce(num_ready, self._pool)
+        drawn = tuple(Drawn(other, request.finish_reason(other, self._sizes.max_model_len)) for other in others)
         if stopped:
-            self._keep(request)
-        return Progress(request.id, request.num_computed, token, finish, request.num_cached, stopped, first, ready)
+            self._remove(request)
+            self._leases.keep(request)
+        counts = request.num_computed, token, finish, request.num_cached
+        return Progress(request.id, *counts, stopped, first, ready, drawn)
 
-    def _name_blocks(self, request: EngineRequest, first: int) -> None:
-        """Offer the request's full computed blocks, from index `first` on, to later prompts."""
-        if self._root_of is None:
-            return
-        self._extend_hashes(request.hashes, request.tokens, request.origin)
-        for index in range(first, request.num_computed // self._block_size):
-            self._pool.name(request.blocks[index], request.hashes[index])
-
-    def _keep(self, request: EngineRequest) -> None:
-        """The blocks that hold something pass to a lease of the same id."""
-        self._remove(request)
-        used = self._blocks_for(request.num_computed)
-        self._pool.free(request.blocks[used:])
-        self._leases.hold(request.id, Lease(request.turn, request.blocks[:used], request.hashes, request.num_cached))
-        request.blocks = []
+    def _start_forks(self, parent: EngineRequest) -> None:
+        """Rule 6."""
+        for fork in self._forks.start(parent):
+            if fork.held_blocks:
+                self._turns = fork.turn = self._turns + 1
+            self._enter(fork)
 
     # --- small ones ------------------------------------------------------------------------------------
 
@@ -368,16 +371,17 @@ class Scheduler:
         cached = cached_prefix(self._pool, hashes, num_tokens, self._block_size) if self._policy == "shortest" else []
         return ticket(self._policy, num_tokens=num_tokens - len(cached) * self._block_size, deadline_s=deadline_s)
 
+    def _enter(self, request: EngineRequest) -> None:
+        """What has no turn yet waits for blocks."""
+        if not request.turn:
+            request.ticket = self._ticket(request.hashes, len(request.tokens), request.deadline_s)
+            self._queue.add(request.id, request.origin, request.ticket)
+        self._roster.add(request)
+        self.num_uncomputed_tokens += request.num_uncomputed
+
     def _remove(self, request: EngineRequest) -> None:
         self.num_uncomputed_tokens -= request.num_uncomputed
         self._roster.remove(request)
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return self._sizes.blocks_for(num_tokens)
-
-    def _extend_hashes(self, hashes: list[BlockHash], tokens: list[int], origin: Origin) -> None:
-        if self._root_of is not None:
-            extend_hashes(hashes, tokens, self._block_size, self._root_of(origin.tenant))
 
     def _check_new(self, id: RequestId, *, lease: bool = False) -> None:
         if id in self._roster.requests or (not lease and id in self._leases):
@@ -390,8 +394,6 @@ class Scheduler:
         wanted = [id for id in self._leases.ids if self._leases.peek(id) is None]
         assert sorted(self._queue.ids) == sorted([*self._roster.waiting, *wanted])
         held = [*self._roster.running, *self._roster.ready]
-        self._pool.check_invariants([*(request.blocks for request in held), *self._leases.tables()])
-        for request in held:
-            assert request.num_computed < len(request.tokens)
-            assert self._blocks_for(request.num_computed) <= len(request.blocks)
+        self._pool.check_invariants([*(request.held_blocks for request in held), *self._leases.tables()])
+        assert all(self._blocks_for(request.num_computed) <= len(request.held_blocks) for request in held)
         assert self.num_uncomputed_tokens == sum(one.num_uncomputed for one in self._roster.requests.values())

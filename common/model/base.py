@@ -24,7 +24,7 @@ class Runner(Protocol):
     """Places of the host tier (`kv_cache.host_tier`); 0 without one."""
 
     def execute(self, plan: StepPlan) -> list[int]:
-        """One forward pass; one token for each chunk that samples, in plan order.
+        """One forward pass; `Chunk.samples` tokens for each chunk, in plan order: its request's, then those of `also`.
 
         The KV of every chunk's tokens is in the pool when this returns.
         """

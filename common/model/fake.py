@@ -70,7 +70,12 @@ class FakeRunner:
             self._before_step(plan)
         for chunk in plan.chunks:
             self._write(chunk.request, chunk.start, chunk.num_tokens)
-        return [self._draw(chunk.request, chunk.start + chunk.num_tokens) for chunk in plan.chunks if chunk.samples]
+        return [
+            token
+            for chunk in plan.chunks
+            if chunk.samples
+            for token in self._draw(chunk.request, chunk.start + chunk.num_tokens)
+        ]
 
     def copy_blocks(self, copies: Sequence[tuple[BlockId, BlockId]]) -> None:
         copy_rows(self._blocks, self._host, copies)
@@ -91,14 +96,16 @@ class FakeRunner:
             keys[blocks, offsets] = words[:, :2]
             values[blocks, offsets] = words[:, 2:]
 
-    def _draw(self, request: EngineRequest, num_tokens: int) -> int:
+    def _draw(self, request: EngineRequest, num_tokens: int) -> list[int]:
         table = np.array(request.blocks[: -(-num_tokens // self._block_size)])
         context = 0
         for slots, weights in zip(self._slots, self._weights, strict=True):
             for half, slot in enumerate(slots):
                 read = slot[table].reshape(-1, 2)[:num_tokens]
                 context += int((read * weights[half, :num_tokens]).sum())
-        return _drawn(context, request.sampling, num_tokens, self.vocab_size)
+        return [
+            _drawn(context, sampling, num_tokens, self.vocab_size) for sampling in (request.sampling, *request.also)
+        ]
 
 
 def fake_oracle(

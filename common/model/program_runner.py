@@ -13,9 +13,9 @@ from common.kv_cache.host_tier import copy_rows
 from common.kv_cache.memory import PoolMemory, allocate, allocate_host_tier
 from common.messages import BlockId, Incarnation
 from common.model import philox
+from common.model.draws import draw
 from common.model.prepared import Opened
 from common.model.program import Floats, Program
-from common.model.sampler import sample
 from common.model.step import step_arrays
 
 log = telemetry.logger(__name__)
@@ -74,9 +74,7 @@ class ProgramRunner:
 
     def execute(self, plan: StepPlan) -> list[int]:
         """See `Runner.execute`."""
-        logits = self.logits(plan)
-        rows = [(chunk.request.sampling, chunk.start + chunk.num_tokens) for chunk in plan.chunks if chunk.samples]
-        return sample(logits, rows) if rows else []
+        return draw(self.logits(plan), plan)
 
     def copy_blocks(self, copies: Sequence[tuple[BlockId, BlockId]]) -> None:
         """See `Runner.copy_blocks`."""

@@ -21,11 +21,11 @@ from common.kv_cache.memory import PoolMemory
 from common.kv_cache.tensor_pool import open_host_tier, open_pool
 from common.messages import BlockId, Incarnation
 from common.model import loader, philox
+from common.model.draws import draw
 from common.model.experts import expert_layers, expert_products, pad_experts
 from common.model.loader import LoadedModel
 from common.model.quantization import resolve_quantization
 from common.model.rows import linear_products, row_floor, widen_single_outputs
-from common.model.sampler import sample
 from common.model.step_tensors import step_tensors
 from common.registry import load
 
@@ -145,10 +145,7 @@ class TransformersRunner:
 
     def execute(self, plan: StepPlan) -> list[int]:
         """See `Runner.execute`."""
-        sampling = [chunk for chunk in plan.chunks if chunk.samples]
-        logits = self.logits(plan)
-        rows = [(chunk.request.sampling, chunk.start + chunk.num_tokens) for chunk in sampling]
-        return sample(logits, rows) if rows else []
+        return draw(self.logits(plan), plan)
 
     def copy_blocks(self, copies: Sequence[tuple[BlockId, BlockId]]) -> None:
         """See `Runner.copy_blocks`."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from math import inf
+from typing import Any
 
 import numpy as np
 
@@ -9,7 +10,7 @@ from common.clock import ManualClock
 from common.config import EngineConfig
 from common.engine.events import Admit, Event, Failed, Release, Reserve, Reserved, Starved, Stepped
 from common.engine.loop import Engine
-from common.engine.request import NOBODY, Chunk, EngineRequest, Progress, StepPlan
+from common.engine.request import NOBODY, Chunk, EngineRequest, Progress, StepPlan, sampling_of
 from common.kv_cache.memory import PoolMemory
 from common.messages import BlockId, BlockRef, FinishReason, Incarnation, Origin, RequestId, Sampling
 from common.model.fake import FakeRunner, fake_layout, fake_oracle
@@ -22,6 +23,18 @@ def plain_memory(num_blocks: int, *, num_layers: int = 1, block_size: int = 16) 
     layout = fake_layout(num_layers=num_layers, block_size=block_size)
     blocks = np.full((num_blocks, layout.block_bytes), 0xA5, np.uint8)
     return PoolMemory(Incarnation("0" * 32), layout, blocks, np.zeros(num_blocks, np.int64))
+
+
+class NotingRunner(FakeRunner):
+    """Keeps what was copied, from and to."""
+
+    def __init__(self, memory: PoolMemory, **settings: Any) -> None:
+        super().__init__(memory, **settings)
+        self.copies: list[tuple[BlockId, BlockId]] = []
+
+    def copy_blocks(self, copies: Sequence[tuple[BlockId, BlockId]]) -> None:
+        self.copies += copies
+        super().copy_blocks(copies)
 
 
 class Rig:
@@ -42,7 +55,7 @@ class Rig:
         self.clock = ManualClock()
         self.plans: list[StepPlan] = []
         self._before_step = before_step
-        self.runner = FakeRunner(
+        self.runner = NotingRunner(
             self.memory,
             max_model_len=max_model_len,
             vocab_size=VOCAB_SIZE,
@@ -67,6 +80,10 @@ class Rig:
         self.num_starved = 0
         self.requests: dict[RequestId, tuple[list[int], Sampling]] = {}
 
+    @property
+    def copies(self) -> list[tuple[BlockId, BlockId]]:
+        return self.runner.copies
+
     # --- commands ------------------------------------------------------------------------------------------
 
     def admit(
@@ -82,7 +99,10 @@ class Rig:
         stop: tuple[int, ...] = (),
         origin: Origin = NOBODY,
         deadline_s: float = inf,
+        forks: Sequence[Sequence[int]] = (),
+        num_shared: int = 0,
     ) -> EngineRequest:
+        """`forks` are the tokens of choices 1, 2, ..., under the ids "id/1", "id/2", ..."""
         sampling = Sampling(max_tokens=max_tokens, seed=seed, stop_token_ids=stop)
         request = EngineRequest(
             id=RequestId(id),
@@ -96,11 +116,19 @@ class Rig:
             deadline_s=deadline_s,
         )
         self.requests[request.id] = (list(tokens), sampling)
-        self.engine.post(Admit(request))
+        others = tuple(self._fork(request, choice, more) for choice, more in enumerate(forks, start=1))
+        self.engine.post(Admit(request, others, num_shared))
         return request
 
-    def reserve(self, id: str, tokens: Sequence[int], origin: Origin = NOBODY, *, deadline_s: float = inf) -> None:
-        self.engine.post(Reserve(RequestId(id), list(tokens), origin, deadline_s))
+    def _fork(self, parent: EngineRequest, choice: int, tokens: Sequence[int]) -> EngineRequest:
+        id, sampling = RequestId(f"{parent.id}/{choice}"), sampling_of(parent.sampling, choice)
+        self.requests[id] = (list(tokens), sampling)
+        return EngineRequest(id, list(tokens), parent.num_prompt_tokens, sampling, origin=parent.origin)
+
+    def reserve(
+        self, id: str, tokens: Sequence[int], origin: Origin = NOBODY, *, deadline_s: float = inf, num_forks: int = 0
+    ) -> None:
+        self.engine.post(Reserve(RequestId(id), list(tokens), origin, deadline_s, num_forks))
 
     def release(self, id: str) -> None:
         self.engine.post(Release(RequestId(id)))

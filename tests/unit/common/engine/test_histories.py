@@ -10,6 +10,7 @@ from common.engine.request import EngineRequest
 from common.engine.scheduler import Scheduler
 from common.kv_cache.block_pool import BlockPool
 from common.messages import BlockId, Origin, Priority, RequestId
+from common.model.fake import FakeRunner
 from tests.unit.common.engine.rig import Rig
 
 LENGTHS = st.sampled_from([1, 3, 4, 5, 7, 8, 9, 12, 16, 20])
@@ -68,6 +69,28 @@ class DecodeHistory(RuleBasedStateMachine):
         if self.rig.engine.fits_alone(num_tokens + max_tokens):
             self.wanted[id] = max_tokens
 
+    @rule(family=st.integers(0, 2), num_tokens=LENGTHS, max_tokens=LENGTHS, origin=ORIGINS, num_forks=st.integers(1, 3))
+    def arrive_for_several_answers(
+        self, family: int, num_tokens: int, max_tokens: int, origin: Origin, num_forks: int
+    ) -> None:
+        """Some of them with a part of theirs, as after a failover."""
+        id, tokens = self._next_id(), prompt(family, num_tokens)
+        tails = [prompt(7, (choice * num_tokens) % max_tokens) for choice in range(num_forks + 1)]
+        self.rig.admit(
+            id,
+            [*tokens, *tails[0]],
+            max_tokens,
+            num_prompt_tokens=num_tokens,
+            seed=self.count,
+            origin=origin,
+            forks=[[*tokens, *tail] for tail in tails[1:]],
+            num_shared=num_tokens,
+        )
+        if self.rig.engine.fits_alone(num_tokens + max_tokens):
+            self.wanted |= {
+                id if choice == 0 else f"{id}/{choice}": max_tokens - len(tail) for choice, tail in enumerate(tails)
+            }
+
     @rule(family=st.integers(0, 2), num_tokens=LENGTHS, max_tokens=LENGTHS, origin=ORIGINS)
     def reserve(self, family: int, num_tokens: int, max_tokens: int, origin: Origin) -> None:
         if self.rig.engine.fits_alone(num_tokens + max_tokens + 1):
@@ -96,9 +119,13 @@ class DecodeHistory(RuleBasedStateMachine):
     @rule(choice=st.data())
     def hang_up(self, choice: st.DataObject) -> None:
         id = choice.draw(st.sampled_from([*self.wanted, *self.reserving]))
-        self.wanted.pop(id, None)
-        self.reserving.pop(id, None)
-        self.rig.release(id)
+        lost = {id: None}
+        if RequestId(id) not in self.rig.tokens:  # perhaps nothing is forked yet: all of one call
+            lost |= {one: None for one in self.wanted if one.partition("/")[0] == id.partition("/")[0]}
+        for one in lost:
+            self.wanted.pop(one, None)
+            self.reserving.pop(one, None)
+            self.rig.release(one)
 
     @rule(steps=st.integers(1, 6))
     def step(self, steps: int) -> None:
@@ -308,6 +335,22 @@ def test_blocks_named_one_too_many_give_wrong_tokens(monkeypatch: pytest.MonkeyP
     while rig.engine.step():
         pass
     assert "second" in wrong(rig)
+
+
+def test_a_fork_that_writes_to_a_block_it_did_not_copy_gives_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy_nothing(runner: FakeRunner, copies: object) -> None:
+        pass
+
+    def run() -> list[str]:
+        rig = Rig()
+        rig.admit("a", prompt(0, 20), 5, forks=[prompt(0, 20)], num_shared=20)
+        while rig.engine.step():
+            pass
+        return wrong(rig)
+
+    assert not run()
+    monkeypatch.setattr(FakeRunner, "copy_blocks", copy_nothing)
+    assert run() == ["a/1"]
 
 
 def test_a_preempted_request_that_kept_its_computed_count_gives_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
