@@ -5,6 +5,7 @@ The engine's events reach a call as plain function calls on the loop, so a token
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, assert_never
 
@@ -12,11 +13,12 @@ from common import telemetry
 from common.config import NodeConfig
 from common.engine.events import Admit, Announce, Announced, Failed, Release, Reserve, Reserved
 from common.engine.request import Progress
-from common.errors import BatonError, IncompatibleError, InternalError, TransferError, UnavailableError
+from common.errors import BatonError, IncompatibleError, InternalError, RequestError, TransferError, UnavailableError
 from common.kv_cache.grants import new_secret
 from common.messages import (
     BlockRef,
     BlocksReady,
+    Branch,
     Generate,
     HandedOver,
     Handover,
@@ -26,10 +28,12 @@ from common.messages import (
     RequestId,
     Role,
     Stop,
+    StopChoice,
 )
 from common.model.runner import load_runner
 from common.node import NodeHost, keep_for_good, new_incarnation
 from common.rpc.base import IncomingCall, Network, OutgoingCall
+from common.tasks import ended
 from decode_node.readers import Readers
 from decode_node.role import GenerateCall
 from decode_node.role_events import (
@@ -99,12 +103,15 @@ class DecodeNode:
     async def _generate(self, call: IncomingCall) -> None:
         body = call.body
         assert isinstance(body, Generate)
-        self._host.limits.check(
-            model_digest=body.model_digest,
-            tokens=body.tokens,
-            num_prompt_tokens=body.num_prompt_tokens,
-            sampling=body.sampling,
-        )
+        for branch in body.branches or (Branch(0),):
+            self._host.limits.check(
+                model_digest=body.model_digest,
+                tokens=[*body.tokens, *branch.tokens] if branch.tokens else body.tokens,
+                num_prompt_tokens=body.num_prompt_tokens,
+                sampling=body.sampling,
+            )
+        if len({branch.choice for branch in body.branches}) < len(body.branches):
+            raise RequestError("a choice is asked for twice")
         self._host.check_queue(body.origin.priority)
         shell = _GenerateShell(self._host, self._readers, call, body)
         with self._host.draining.admitted(shell):
@@ -127,7 +134,7 @@ class DecodeNode:
             call.send(BlocksReady(self._host.incarnation, 0, refs, secret))
             async for sent in call:
                 if isinstance(sent, Stop):
-                    call.send(HandedOver(shell.hand_over()))
+                    call.send(shell.hand_over())
                     return
         finally:
             grants.revoke(secret)
@@ -164,6 +171,7 @@ class _GenerateShell:
         self._owner: NodeAddress | None = body.source or body.prefill
         self._request = body.request
         self._attempt = body.attempt
+        self._receiver: asyncio.Task[None] | None = None
         self._announced: asyncio.Future[tuple[BlockRef, ...]] | None = None
         self._prefill: OutgoingCall | None = None
         self._asking: asyncio.Task[None] | None = None  # None as soon as the role has closed it
@@ -176,15 +184,21 @@ class _GenerateShell:
         return self._role.holds_reservation
 
     async def run(self) -> None:
-        with self._host.port.listen(self.id, self._on_engine, owner=self._request):
+        with ExitStack() as listening:
+            for id in self._role.engine_ids:
+                listening.enter_context(self._host.port.listen(id, self._on_engine, owner=self._request))
             try:
                 self._obey(self._role.begin(now_s=self._host.clock.now_s()))
+                if len(self._role.engine_ids) > 1:  # nobody says anything into the call of a single choice
+                    self._receiver = asyncio.create_task(self._receive())
                 if error := await self._ended:
                     raise error
             finally:
                 # Reads settle before their blocks are given back, whatever ended the call.
                 self.feed(Cancelled())
                 self._announce(())
+                if self._receiver is not None:
+                    await ended(self._receiver)
                 while tasks := self._asks | self._pulls:
                     await asyncio.wait(tasks)
 
@@ -203,15 +217,21 @@ class _GenerateShell:
         """The blocks that are finished by now; none if the request ends meanwhile."""
         if self._announced is None or self._announced.done():
             self._announced = asyncio.get_running_loop().create_future()
-            self._host.engine.post(Announce(self.id))
+            self._host.engine.post(Announce(self._role.running_id))
         return await asyncio.shield(self._announced)
 
-    def hand_over(self) -> list[int]:
+    def hand_over(self) -> HandedOver:
         """End the call as moved; returns the tokens that it had by then. UnavailableError if it has ended already."""
         if not self._role.is_running:
             raise UnavailableError("the request has ended here")
+        handed_over = self._role.handed_over()
         self.feed(Evicted())
-        return self._role.tokens
+        return handed_over
+
+    async def _receive(self) -> None:
+        async for sent in self._call:
+            if isinstance(sent, StopChoice):
+                self.feed(sent)
 
     def _announce(self, refs: tuple[BlockRef, ...]) -> None:
         if self._announced is not None and not self._announced.done():
@@ -268,7 +288,13 @@ class _GenerateShell:
 
     def _check(self, item: BlocksReady | PrefillDone | HandedOver) -> None:
         """What a model of ours could not have drawn must reach no engine: on a GPU it would end all requests."""
-        drawn = [item.token] if isinstance(item, PrefillDone) else item.tokens if isinstance(item, HandedOver) else []
+        match item:
+            case PrefillDone():
+                drawn = [item.token, *(one.token for one in item.others)]
+            case HandedOver():
+                drawn = [*item.tokens, *(token for branch in item.branches for token in branch.tokens)]
+            case BlocksReady():
+                return
         if not all(0 <= token < self._host.limits.vocab_size for token in drawn):
             raise IncompatibleError("the other node drew a token that this model has not")
 

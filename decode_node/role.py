@@ -20,19 +20,22 @@
 8. A request that a draining node runs is taken over: its full blocks are pulled while that node goes on, then it is
    stopped there and goes on here from the tokens that it had by then. If anything of that fails the call ends:
    the other node goes on, or its caller asks anew.
-9. A node that is drained itself says so to whoever could have a running request taken over, and lets go of
+9. Several answers to one prompt (`choices`) are one reservation, one Prefill call and one transfer, then as many
+   requests in the engine. Each has its own first token, finish and end; the call ends with the last of them. One that
+   is not wanted any more (`StopChoice`) is let go of alone.
+10. A node that is drained itself says so to whoever could have a running request taken over, and lets go of
    it (MOVED) once it is, or when the time is over; what does not run yet it lets go of at once.
 """
 
 from math import inf
 
 from common.engine.events import Admit, Failed, Release, Reserve, Reserved
-from common.engine.request import EngineRequest, Progress
+from common.engine.request import Progress
 from common.errors import BatonError, InternalError, InvalidTransition, MovedError, UnavailableError
 from common.messages import (
     BlockId,
     BlocksReady,
-    FinishReason,
+    Drawn,
     Generate,
     HandedOver,
     Handover,
@@ -41,9 +44,11 @@ from common.messages import (
     Prefill,
     PrefillDone,
     RequestId,
+    StopChoice,
     Tokens,
     WireError,
 )
+from decode_node.choices import Choice, Choices
 from decode_node.role_events import (
     AskHandover,
     AskPrefill,
@@ -89,13 +94,12 @@ class GenerateCall:
         self._id = id  # unique in this engine; the request's own id may come twice (another attempt)
         self._layout = layout
         self._deadline_s = deadline_s
-        self._tokens = list(body.tokens)  # prompt, delivered tokens, and what this call emitted
+        self._choices = Choices(body, id, deadline_s)
         self._blocks: tuple[BlockId, ...] = ()
         self._landed: list[bool] = []  # by block index of the reservation
         self._pulling = 0  # reads in flight
         self._after_settling = State.ENDED
         self._end_error: WireError | None = None
-        self._has_emitted = False
         self._has_stopped_source = False
         self.path = Path.HANDOVER if body.source else Path.PREFILL if body.prefill else Path.HOME
         self.num_cached = 0
@@ -110,9 +114,18 @@ class GenerateCall:
         return self.state in _WITH_CALL and bool(self._blocks) and not self._has_stopped_source
 
     @property
-    def tokens(self) -> list[int]:
+    def engine_ids(self) -> list[RequestId]:
+        """All that it may have in the engine."""
+        return self._choices.ids
+
+    @property
+    def running_id(self) -> RequestId:
+        """One of those that run in the engine, if any does."""
+        return self._choices.first_running
+
+    def handed_over(self) -> HandedOver:
         """Prompt, delivered tokens and those that this call passed on."""
-        return list(self._tokens)
+        return self._choices.handed_over()
 
     @property
     def is_running(self) -> bool:
@@ -140,7 +153,7 @@ class GenerateCall:
         if self._body.source is None:
             if self._body.prefill is None:
                 return self._admit(now_s)
-            if self._num_wanted == 1:  # rule 6: its one token comes from prefill, nothing to reserve
+            if self._wants_one_token:  # rule 6: it comes from prefill, nothing to reserve
                 return self._ask_prefill(now_s)
         return [self._reserve()]
 
@@ -162,6 +175,9 @@ class GenerateCall:
                 return self._lost(error, now_s)
             case Progress():
                 return self._progressed(event, now_s)
+            case StopChoice(choice=index):
+                choice = self._choices.at(index)
+                return self._let_choice_go(choice, now_s) if choice is not None else []
             case Failed(message=message):
                 return self._end(now_s, InternalError(message))
             case Reclaimed():
@@ -182,7 +198,7 @@ class GenerateCall:
         self._landed = [index < num_cached_blocks for index in range(len(event.blocks))]
         if self._body.source is not None:
             return self._ask_handover(now_s)
-        if event.num_cached and len(self._tokens) - event.num_cached <= self._layout.block_size:
+        if event.num_cached and len(self._choices.shared) - event.num_cached <= self._layout.block_size:
             self.path = Path.HOME
             return self._admit(now_s)  # one short step here is cheaper than asking anybody
         return self._ask_prefill(now_s)
@@ -195,11 +211,12 @@ class GenerateCall:
             request=body.request,
             attempt=body.attempt,
             model_digest=body.model_digest,
-            tokens=list(self._tokens),
+            tokens=list(self._choices.shared),
             num_prompt_tokens=body.num_prompt_tokens,
             sampling=body.sampling,
             layout=self._layout,
             origin=body.origin,
+            choices=self._choices.indexes,
         )
         return [AskPrefill(body.prefill, prefill)]
 
@@ -228,12 +245,16 @@ class GenerateCall:
     def _prefill_done_with(self, event: PrefillDone, now_s: float) -> list[Command]:
         if self.state is not State.PREFILLING:
             return []
+        if 1 + len(event.others) != len(self._choices):
+            return self._lost(InternalError("prefill drew for other choices than it was asked for"), now_s)
         self._move(State.PULLING, now_s)
         self.num_cached = max(self.num_cached, event.cached_tokens)
-        self._tokens.append(event.token)
-        if event.finish is not None:
-            return self._finish([event.token], event.finish, now_s)
-        return [self._emit([event.token]), *self._start_if_complete(now_s)]
+        commands: list[Command] = []
+        for choice, one in zip(self._choices, (Drawn(event.token, event.finish), *event.others), strict=True):
+            # One that had tokens before had this one too: it is a fact.
+            if choice.is_open and len(choice.tokens) == len(self._choices.shared):
+                commands += self._pass_on(choice, one, now_s)
+        return commands + self._start_if_complete(now_s)
 
     def _pull_ended(self, event: PullEnded, now_s: float) -> list[Command]:
         self._pulling -= 1
@@ -249,7 +270,7 @@ class GenerateCall:
     def _start_if_complete(self, now_s: float) -> list[Command]:
         if self.state is not State.PULLING or self._pulling or not all(self._landed):
             return []
-        return [ClosePrefill(done=True), *self._admit(now_s, num_computed=len(self._tokens) - 1)]
+        return [ClosePrefill(done=True), *self._admit(now_s, num_computed=len(self._choices.shared))]
 
     def _stop_source(self) -> list[Command]:
         """Rule 8: everything that was announced is here."""
@@ -261,10 +282,9 @@ class GenerateCall:
     def _handed_over(self, event: HandedOver, now_s: float) -> list[Command]:
         if self.state is not State.TAKING:
             return []
-        if event.tokens[: len(self._tokens)] != self._tokens:
+        if not self._choices.take_over(event):
             return self._end(now_s, InternalError("the node that handed over runs another request"))
-        self._tokens = list(event.tokens)
-        return [ClosePrefill(done=True), *self._admit(now_s)]
+        return [ClosePrefill(done=True), *self._admit(now_s)] if self._choices.open else self._end(now_s)
 
     def _lost(self, error: BatonError | None, now_s: float) -> list[Command]:
         """The other node of our call, or a read from it, failed: rule 4, or rule 8."""
@@ -277,26 +297,36 @@ class GenerateCall:
         return self._let_go(State.DECODING, now_s)
 
     def _progressed(self, event: Progress, now_s: float) -> list[Command]:
-        if event.token is None:
+        choice = self._choices.of(event.request)
+        if event.token is None or choice is None:
             return []
+        choice.is_running = True
+        if choice.is_unwanted:
+            return self._let_choice_go(choice, now_s)
         if self.path is not Path.PREFILL:
             self.num_cached = max(self.num_cached, event.num_cached)
-        self._tokens.append(event.token)
-        if event.finish is not None:
-            return self._finish([event.token], event.finish, now_s)
-        return [self._emit([event.token])]
+        return self._pass_on(choice, Drawn(event.token, event.finish), now_s)
+
+    def _pass_on(self, choice: Choice, drawn: Drawn, now_s: float) -> list[Command]:
+        start = None if choice.has_emitted else len(choice.tokens)
+        choice.tokens.append(drawn.token)
+        choice.has_emitted = True
+        choice.is_open = drawn.finish is None
+        is_over = not choice.is_open and not self._choices.open
+        phases = self.phases(now_s) if is_over else None
+        emit = Emit(Tokens([drawn.token], drawn.finish, self.num_cached, phases, self.path, start, choice.index))
+        return [emit, *self._end(now_s)] if is_over else [emit]
 
     # --- leaving ----------------------------------------------------------------------------------------------
 
-    def _finish(self, tokens: list[int], finish: FinishReason, now_s: float) -> list[Command]:
-        return [self._emit(tokens, finish, self.phases(now_s)), *self._end(now_s)]
-
-    def _emit(
-        self, tokens: list[int], finish: FinishReason | None = None, phases: dict[str, float] | None = None
-    ) -> Emit:
-        start = None if self._has_emitted else len(self._tokens) - len(tokens)
-        self._has_emitted = True
-        return Emit(Tokens(tokens, finish, self.num_cached, phases, self.path, start))
+    def _let_choice_go(self, choice: Choice, now_s: float) -> list[Command]:
+        """Rule 9. Before a choice runs by itself the engine knows it only as part of another."""
+        if choice.id is not None and not choice.is_running:
+            choice.is_unwanted = True
+            return []
+        choice.is_open = False
+        commands: list[Command] = [] if choice.id is None else [Release(choice.id)]
+        return commands if self._choices.open else commands + self._end(now_s)
 
     def _end(self, now_s: float, error: BatonError | None = None) -> list[Command]:
         self._end_error = WireError.of(error) if error else None
@@ -318,6 +348,7 @@ class GenerateCall:
         match self._after_settling:
             case State.RESERVING:
                 self._drop_blocks()
+                self._choices.narrow()
                 self._to_reserving(now_s)
                 return [Release(self._id), self._reserve()]
             case State.DECODING:
@@ -325,10 +356,11 @@ class GenerateCall:
             case _:
                 self._drop_blocks()
                 self._move(State.ENDED, now_s)
-                return [Release(self._id), EndCall(self._end_error)]
+                return [*(Release(id) for id in self._choices.ids), EndCall(self._end_error)]
 
     def _reserve(self) -> Reserve:
-        return Reserve(self._id, list(self._tokens), self._body.origin, self._deadline_s)
+        tokens, num_forks = list(self._choices.shared), len(self._choices) - 1
+        return Reserve(self._id, tokens, self._body.origin, self._deadline_s, num_forks)
 
     def _to_reserving(self, now_s: float) -> None:
         if self.state is not State.SETTLING:
@@ -336,36 +368,30 @@ class GenerateCall:
         self._move(State.RESERVING, now_s)
 
     def _admit(self, now_s: float, *, num_computed: int | None = None) -> list[Command]:
-        """Hand the request to the engine; its lease, if there is one, becomes its block table."""
+        """Hand the open choices to the engine; the lease, if there is one, becomes the first one's block table."""
         if num_computed is None:
             num_computed = self._num_landed_tokens()
-        request = EngineRequest(
-            id=self._id,
-            tokens=list(self._tokens),
-            num_prompt_tokens=self._body.num_prompt_tokens,
-            sampling=self._body.sampling,
-            num_computed=num_computed,
-            num_cached=self.num_cached,
-            origin=self._body.origin,
-            deadline_s=self._deadline_s,
-        )
+        request, *forks = self._choices.requests()
+        request.num_computed, request.num_cached = num_computed, self.num_cached
         self._drop_blocks()  # the scheduler's from here on
         self._move(State.DECODING, now_s)
-        return [Admit(request)]
+        return [Admit(request, tuple(forks), len(self._choices.shared) if forks else 0)]
 
     def _drop_blocks(self) -> None:
         self._blocks = ()
         self._landed = []
 
     def _num_landed_tokens(self) -> int:
-        """Tokens in the leading run of landed whole blocks; the last token is always left to compute."""
+        """Shared tokens in the leading run of landed whole blocks; the last token is always left to compute."""
         run = next((index for index, landed in enumerate(self._landed) if not landed), len(self._landed))
         size = self._layout.block_size
-        return min(run * size, (len(self._tokens) - 1) // size * size)
+        computable = min(len(self._choices.shared), len(self._choices.open[0].tokens) - 1)
+        return min(run * size, computable // size * size)
 
     @property
-    def _num_wanted(self) -> int:
-        return self._body.sampling.max_tokens - (len(self._body.tokens) - self._body.num_prompt_tokens)
+    def _wants_one_token(self) -> bool:
+        num_tokens = len(self._choices.shared) - self._body.num_prompt_tokens
+        return self._choices.are_bare and self._body.sampling.max_tokens - num_tokens == 1
 
     def _move(self, to: State, now_s: float) -> None:
         if to not in _MOVES[self.state]:

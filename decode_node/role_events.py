@@ -17,6 +17,7 @@ from common.messages import (
     NodeAddress,
     Prefill,
     PrefillDone,
+    StopChoice,
     Tokens,
     WireError,
 )
@@ -88,6 +89,7 @@ Event = (
     | PullEnded
     | PrefillEnded
     | Progress
+    | StopChoice
     | Failed
     | Reclaimed
     | LeaveAsked

@@ -4,8 +4,8 @@
         |                     |
         +---- Cancelled, EngineFailed --------> ENDED
 
-1. The engine computes the prompt in chunks and draws one token; each chunk's finished blocks are
-   announced at once (`BlocksReady`), the token last (`PrefillDone`).
+1. The engine computes the prompt in chunks and draws one token for each choice; each chunk's finished blocks
+   are announced at once (`BlocksReady`), the tokens last (`PrefillDone`).
 2. From then on the blocks are the reader's: they stay until it says Pulled or its call ends. Until then, and no
    longer, they can be read under the call's secret, which goes with every announcement.
 3. Whatever ends the call, exactly one Release reaches the engine and exactly one End the caller.
@@ -16,7 +16,7 @@ from enum import StrEnum
 from math import inf
 
 from common.engine.events import Admit, Failed, PullTook, Release
-from common.engine.request import EngineRequest, Progress
+from common.engine.request import EngineRequest, Progress, sampling_of
 from common.errors import InternalError, InvalidTransition, MovedError
 from common.messages import BlocksReady, Incarnation, Prefill, PrefillDone, Pulled, RequestId, WireError
 
@@ -81,11 +81,13 @@ class PrefillCall:
 
     def begin(self) -> list[Command]:
         body = self._body
+        first, *others = (sampling_of(body.sampling, choice) for choice in body.choices)
         request = EngineRequest(
             id=self._id,
             tokens=list(body.tokens),
             num_prompt_tokens=body.num_prompt_tokens,
-            sampling=body.sampling,
+            sampling=first,
+            also=tuple(others),
             stop_after_first=True,
             keep_blocks=True,
             origin=body.origin,
@@ -127,6 +129,7 @@ class PrefillCall:
                         finish=event.finish,
                         cached_tokens=event.num_cached,
                         phases={"compute": now_s - self.history[0][1]},
+                        others=event.others,
                     )
                 )
             )
