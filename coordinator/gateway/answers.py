@@ -7,7 +7,7 @@ which becomes one larger event, so that it holds back no more than the answer it
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from aiohttp import web
@@ -42,34 +42,35 @@ class Envelope:
             headers["x-baton-path"] = replies.PATHS.get(path, path)
         return headers
 
-    def usage(self, text: TextStream) -> dict[str, object]:
+    def usage(self, texts: Sequence[TextStream]) -> dict[str, object]:
+        """The prompt counts once, whatever it is answered with."""
         return replies.usage(
             num_prompt_tokens=len(self.session.prompt),
-            num_output_tokens=text.num_tokens,
+            num_output_tokens=sum(text.num_tokens for text in texts),
             cached_tokens=self.session.cached_tokens,
         )
 
 
 class WholeAnswer:
-    """Collects the text; `response` builds the body."""
+    """Collects the text of each choice; `response` builds the body."""
 
-    def __init__(self, envelope: Envelope, text: TextStream) -> None:
+    def __init__(self, envelope: Envelope, texts: Sequence[TextStream]) -> None:
         self._envelope = envelope
-        self._text = text
-        self._pieces: list[str] = []
-        self._reason = FinishReason.STOP
+        self._texts = texts
+        self._pieces: list[list[str]] = [[] for _ in texts]
+        self._reasons = [FinishReason.STOP] * len(texts)
         self.error: BatonError | None = None
 
-    @property
-    def stopped(self) -> bool:
-        return self._text.stopped
+    def stopped(self, choice: int) -> bool:
+        return self._texts[choice].stopped
 
-    async def deliver(self, tokens: list[int]) -> None:
-        self._pieces.append(self._text.push(tokens))
+    async def deliver(self, tokens: list[int], choice: int) -> None:
+        self._pieces[choice].append(self._texts[choice].push(tokens))
 
-    async def finish(self, reason: FinishReason) -> None:
-        self._pieces.append(self._text.flush())
-        self._reason = FinishReason.STOP if self._text.stopped else reason
+    async def finish(self, reason: FinishReason, choice: int) -> None:
+        text = self._texts[choice]
+        self._pieces[choice].append(text.flush())
+        self._reasons[choice] = FinishReason.STOP if text.stopped else reason
 
     async def fail(self, error: BatonError) -> None:
         self.error = error
@@ -84,14 +85,41 @@ class WholeAnswer:
             id=envelope.id,
             created=envelope.created,
             model=envelope.session.model,
-            text="".join(self._pieces),
-            finish=self._reason,
-            usage=envelope.usage(self._text),
+            choices=[("".join(pieces), reason) for pieces, reason in zip(self._pieces, self._reasons, strict=True)],
+            usage=envelope.usage(self._texts),
         )
         return json_response(body, headers=envelope.headers)
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class _Line:
+    """One choice of a stream."""
+
+    def __init__(self, envelope: Envelope, text: TextStream, index: int) -> None:
+        self.text = text
+        self.chunks = ChunkWriter(
+            is_chat=envelope.is_chat,
+            id=envelope.id,
+            created=envelope.created,
+            model=envelope.session.model,
+            index=index,
+        )
+        self.waiting = ""
+        """Text that a slow reader has yet to get."""
+        self.is_named = False
+        self.is_ended = False
+
+    def first(self) -> bytes:
+        if self.is_named:
+            return b""
+        self.is_named = True
+        return self.chunks.first()
+
+    def take_waiting(self) -> str:
+        text, self.waiting = self.waiting, ""
+        return text
 
 
 class StreamAnswer:
@@ -101,7 +129,7 @@ class StreamAnswer:
         self,
         request: web.Request,
         envelope: Envelope,
-        text: TextStream,
+        texts: Sequence[TextStream],
         *,
         include_usage: bool,
         keep_alive_s: float,
@@ -109,49 +137,47 @@ class StreamAnswer:
     ) -> None:
         self._request = request
         self._envelope = envelope
-        self._text = text
+        self._texts = texts
+        self._lines = [_Line(envelope, text, index) for index, text in enumerate(texts)]
         self._include_usage = include_usage
         self._clock = clock
-        self._chunks = ChunkWriter(
-            is_chat=envelope.is_chat, id=envelope.id, created=envelope.created, model=envelope.session.model
-        )
         self._is_chunked = request.version >= (1, 1)
         self._starting = asyncio.Lock()
         self._response: web.StreamResponse | None = None
         self._transport: asyncio.Transport | None = None
-        self._waiting = ""
-        """Text that a slow reader has yet to get."""
         self._written_s = clock.now_s()
         self._keep_alive = asyncio.create_task(self._show_signs_of_life(keep_alive_s))
-        self._is_named = False
         self.error: BatonError | None = None
 
-    @property
-    def stopped(self) -> bool:
-        return self._text.stopped
+    def stopped(self, choice: int) -> bool:
+        return self._lines[choice].text.stopped
 
-    async def deliver(self, tokens: list[int]) -> None:
-        text = self._text.push(tokens)
+    async def deliver(self, tokens: list[int], choice: int) -> None:
+        line = self._lines[choice]
+        text = line.text.push(tokens)
         if self._transport is None:
             await self._start()
-        self._write_text(text)
+        self._write_text(line, text)
 
-    async def finish(self, reason: FinishReason) -> None:
+    async def finish(self, reason: FinishReason, choice: int) -> None:
         await self._start()
-        text = self._waiting + self._text.flush()
-        self._waiting = ""
-        if self._text.stopped:
+        line = self._lines[choice]
+        line.is_ended = True
+        text = line.take_waiting() + line.text.flush()
+        if line.text.stopped:
             reason = FinishReason.STOP
-        last = self._first() + (self._chunks.text(text) if text else b"") + self._chunks.finish(reason)
-        if self._include_usage:
-            last += self._chunks.usage(self._envelope.usage(self._text))
-        self._write(last + DONE)
+        last = line.first() + (line.chunks.text(text) if text else b"") + line.chunks.finish(reason)
+        if all(one.is_ended for one in self._lines):
+            if self._include_usage:
+                last += line.chunks.usage(self._envelope.usage(self._texts))
+            last += DONE
+        self._write(last)
 
     async def fail(self, error: BatonError) -> None:
         self.error = error
         if self._response is not None:  # too late for a status
-            waiting = self._chunks.text(self._waiting) if self._waiting else b""
-            self._write(waiting + error_event(replies.error_body(error)))
+            waiting = [line.chunks.text(text) for line in self._lines if (text := line.take_waiting())]
+            self._write(b"".join(waiting) + error_event(replies.error_body(error)))
 
     async def response(self) -> web.StreamResponse:
         """Waits until the reader has all. Raises the session's error if the response has not begun."""
@@ -187,20 +213,14 @@ class StreamAnswer:
             self._response = response
             self._transport = self._request.transport
 
-    def _write_text(self, text: str) -> None:
+    def _write_text(self, line: _Line, text: str) -> None:
         assert self._transport is not None
         if self._transport.get_write_buffer_size() > HIGH_WATER_BYTES:
-            self._waiting += text
+            line.waiting += text
             return
-        text, self._waiting = self._waiting + text, ""
-        events = self._chunks.text(text) if text else b""
-        self._write(events if self._is_named else self._first() + events)
-
-    def _first(self) -> bytes:
-        if self._is_named:
-            return b""
-        self._is_named = True
-        return self._chunks.first()
+        text, line.waiting = line.waiting + text, ""
+        events = line.chunks.text(text) if text else b""
+        self._write(events if line.is_named else line.first() + events)
 
     def _write(self, events: bytes) -> None:
         # Straight to the transport, framed as HTTP/1.1 asks: a third of the cost of the response's own write.

@@ -8,7 +8,7 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -137,13 +137,18 @@ class Gateway:
             eos=self._tokenizer.eos_token_ids,
             seed=secrets.randbits(63),
         )
-        session = self._session(request, prompt, prefix, sampling, arrived_s=arrived_s, origin=origin)
+        session = self._session(
+            request, prompt, prefix, sampling, num_choices=asked.n, arrived_s=arrived_s, origin=origin
+        )
         stop_ids = session.sampling.stop_token_ids
-        text = TextStream(self._tokenizer.detokenizer([] if asked.is_chat else prompt), asked.stop, stop_ids)
+        context = [] if asked.is_chat else prompt
+        texts = [
+            TextStream(self._tokenizer.detokenizer(context), asked.stop, stop_ids) for _ in range(session.num_choices)
+        ]
         envelope = Envelope(
             session, is_chat=asked.is_chat, created=int(time.time()), label=_label(request) or session.id
         )
-        answer = self._answer(request, asked, envelope, text)
+        answer = self._answer(request, asked, envelope, texts)
         self._live[session.id] = None
         self._is_idle.clear()
         try:
@@ -153,7 +158,7 @@ class Gateway:
             if not self._live:
                 self._is_idle.set()
             answer.close()
-            self._account(request, session, answer.error, num_output_tokens=text.num_tokens)
+            self._account(request, session, answer.error, num_output_tokens=sum(text.num_tokens for text in texts))
 
     async def _body(self, request: web.Request) -> bytes:
         limit = self._config.max_body_bytes
@@ -179,6 +184,7 @@ class Gateway:
         prefix: bytes,
         sampling: Sampling,
         *,
+        num_choices: int,
         arrived_s: float,
         origin: Origin,
     ) -> Session:
@@ -189,6 +195,7 @@ class Gateway:
             prompt=prompt,
             prefix=prefix,
             sampling=sampling,
+            num_choices=num_choices,
             created_s=arrived_s,
             origin=origin,
             first_token_s=wishes.seconds_of(request.headers, wishes.FIRST_TOKEN) or self._config.first_token_s or None,
@@ -199,14 +206,14 @@ class Gateway:
         )
 
     def _answer(
-        self, request: web.Request, asked: openai.Asked, envelope: Envelope, text: TextStream
+        self, request: web.Request, asked: openai.Asked, envelope: Envelope, texts: Sequence[TextStream]
     ) -> WholeAnswer | StreamAnswer:
         if not asked.stream:
-            return WholeAnswer(envelope, text)
+            return WholeAnswer(envelope, texts)
         return StreamAnswer(
             request,
             envelope,
-            text,
+            texts,
             include_usage=asked.include_usage,
             keep_alive_s=self._config.keep_alive_s,
             clock=self._clock,

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from common.errors import ContextLengthError, ModelNotFoundError, RequestError
-from common.messages import Priority, Sampling
+from common.messages import MAX_CHOICES, Priority, Sampling
 from common.model.tokenizer import Tokenizer
 
 MAX_STOP_STRINGS = 16
@@ -76,6 +76,7 @@ class GenerationFields(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
+    n: int | None = None
     priority: Priority | None = None
 
 
@@ -108,6 +109,7 @@ class Asked:
     include_usage: bool
     ignore_eos: bool
     priority: Priority | None = None
+    n: int = 1
 
     @property
     def is_chat(self) -> bool:
@@ -211,7 +213,6 @@ def _prompt_field(asked: Asked) -> str:
 # --- fields -------------------------------------------------------------------------------------------------
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -283,7 +284,17 @@ def _asked(
         include_usage=bool(options and options.include_usage),
         ignore_eos=bool(fields.ignore_eos),
         priority=fields.priority,
+        n=_number("n", fields.n),
     )
+
+
+def _number(name: str, value: int | None) -> int:
+    """Of answers."""
+    if value is None:
+        return 1
+    if not 1 <= value <= MAX_CHOICES:
+        raise InvalidField(name, f"'{name}' is {value}: 1 to {MAX_CHOICES}")
+    return value
 
 
 def _stop(stop: str | list[str] | None) -> tuple[str, ...]:

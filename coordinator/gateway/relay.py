@@ -12,7 +12,7 @@ from typing import Protocol, assert_never
 from common import telemetry
 from common.clock import Clock
 from common.errors import BatonError, InternalError, MovedError, PeerLostError
-from common.messages import FinishReason, ItemBody, Leaving, Tokens
+from common.messages import FinishReason, ItemBody, Leaving, StopChoice, Tokens
 from common.rpc.base import Client, OutgoingCall
 from coordinator.gateway.metrics import GatewayMetrics
 from coordinator.gateway.session import Session
@@ -33,6 +33,7 @@ from coordinator.gateway.session_events import (
     RouteRefused,
     SessionCommand,
     SessionStatus,
+    StopAtNode,
     StopStringFound,
     TokensArrived,
     WaitEnded,
@@ -50,14 +51,15 @@ END_PATIENCE_S = 0.5
 class Answer(Protocol):
     """Where a session's tokens go. ConnectionResetError means that nobody is there any more."""
 
-    @property
-    def stopped(self) -> bool:
-        """A stop string was found: no more tokens are wanted."""
+    def stopped(self, choice: int) -> bool:
+        """A stop string was found: no more tokens of this choice are wanted."""
         ...
 
-    async def deliver(self, tokens: list[int]) -> None: ...
+    async def deliver(self, tokens: list[int], choice: int) -> None: ...
 
-    async def finish(self, reason: FinishReason) -> None: ...
+    async def finish(self, reason: FinishReason, choice: int) -> None:
+        """Once for each choice; the answer is whole with the last."""
+        ...
 
     async def fail(self, error: BatonError) -> None: ...
 
@@ -81,7 +83,9 @@ class Relay:
         self._client = client
         self._clock = clock
         self._metrics = metrics
-        self._last_token_s: float | None = None
+        self._last_token_s: list[float | None] = [None] * session.num_choices
+        self._call: OutgoingCall | None = None
+        """The last attempt's."""
         self._seen = 0
         """The cluster's changes before the route was last asked for."""
         self._successor: Successor | None = None
@@ -134,8 +138,8 @@ class Relay:
         following: list[SessionCommand] = []
         for command in commands:
             match command:
-                case Deliver(tokens):
-                    await self._deliver(tokens)
+                case Deliver(tokens, choice):
+                    await self._deliver(tokens, choice)
                 case AskRoute():
                     following = await self._route(command)
                 case WaitForCluster():
@@ -144,8 +148,11 @@ class Relay:
                     following = await self._attempt(command)
                 case CancelAttempt():
                     pass  # whoever caused it has left the call's context, or is about to
-                case Finish(reason):
-                    await self._answer.finish(reason)
+                case StopAtNode(choice):
+                    assert self._call is not None, "only what an attempt says leads to this"
+                    self._call.send(StopChoice(choice))
+                case Finish(reason, choice):
+                    await self._answer.finish(reason, choice)
                 case Fail(error):
                     await self._answer.fail(error)
                 case _:
@@ -217,21 +224,32 @@ class Relay:
 
     async def _relay(self, call: OutgoingCall, attempt: int) -> list[SessionCommand]:
         session, answer, now_s = self._session, self._answer, self._clock.now_s
+        self._call = call
         items = aiter(call)
         async for item in items:
             if isinstance(item, Leaving):
                 await self._prepare_successor()
                 continue
             assert isinstance(item, Tokens)
-            if item.start not in (None, session.num_tokens):
-                raise PeerLostError(f"the node goes on at token {item.start}, not at {session.num_tokens}")
+            self._check(item)
             await self._execute(session.handle(TokensArrived(now_s(), attempt, item)))
             if session.status is SessionStatus.ENDED:
                 await self._end_of(items)
                 return []
-            if answer.stopped:
-                return session.handle(StopStringFound(now_s()))
+            if answer.stopped(item.choice):
+                commands = session.handle(StopStringFound(now_s(), item.choice))
+                if session.outcome is not None:
+                    return commands
+                await self._execute(commands)
         return session.handle(AttemptEnded(now_s(), attempt))
+
+    def _check(self, item: Tokens) -> None:
+        session = self._session
+        if not 0 <= item.choice < session.num_choices:
+            raise PeerLostError(f"the node says something of choice {item.choice} of {session.num_choices}")
+        at = session.choices.num_tokens(item.choice)
+        if item.start not in (None, at) and session.choices[item.choice].finish is None:
+            raise PeerLostError(f"the node goes on at token {item.start}, not at {at}")
 
     async def _end_of(self, items: AsyncIterator[ItemBody]) -> None:
         """Let the node end a finished call: its End mostly came along, and spares both sides a Cancel."""
@@ -241,11 +259,12 @@ class Relay:
                 async for _ in items:
                     pass
 
-    async def _deliver(self, tokens: list[int]) -> None:
+    async def _deliver(self, tokens: list[int], choice: int) -> None:
         now_s = self._clock.now_s()
-        if self._last_token_s is None:
+        last_s = self._last_token_s[choice]
+        if last_s is not None:
+            self._metrics.itl.observe(now_s - last_s)
+        elif all(at_s is None for at_s in self._last_token_s):
             self._metrics.ttft.observe(now_s - self._session.created_s)
-        else:
-            self._metrics.itl.observe(now_s - self._last_token_s)
-        self._last_token_s = now_s
-        await self._answer.deliver(tokens)
+        self._last_token_s[choice] = now_s
+        await self._answer.deliver(tokens, choice)

@@ -1,7 +1,7 @@
 """Response bodies of OpenAI's HTTP API: whole answers, model lists, usage, errors."""
 
 import math
-from typing import Any
+from collections.abc import Sequence
 
 from common.errors import BatonError, ErrorCode
 from common.messages import FinishReason
@@ -85,18 +85,22 @@ def completion(
     id: str,
     created: int,
     model: str,
-    text: str,
-    finish: FinishReason,
+    choices: Sequence[tuple[str, FinishReason]],
     usage: dict[str, object],
 ) -> dict[str, object]:
-    """A whole answer."""
-    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish.value}
+    """A whole answer; `choices` in order, each its text and how it ended."""
+    kind = "chat.completion" if is_chat else "text_completion"
+    shown = [_choice(index, text, finish, is_chat=is_chat) for index, (text, finish) in enumerate(choices)]
+    return {"id": id, "object": kind, "created": created, "model": model, "choices": shown, "usage": usage}
+
+
+def _choice(index: int, text: str, finish: FinishReason, *, is_chat: bool) -> dict[str, object]:
+    choice: dict[str, object] = {"index": index, "logprobs": None, "finish_reason": finish.value}
     if is_chat:
         choice["message"] = {"role": "assistant", "content": text, "refusal": None}
     else:
         choice["text"] = text
-    kind = "chat.completion" if is_chat else "text_completion"
-    return {"id": id, "object": kind, "created": created, "model": model, "choices": [choice], "usage": usage}
+    return choice
 
 
 def model_entry(name: str, *, created: int, max_model_len: int) -> dict[str, object]:

@@ -23,12 +23,13 @@ R4. A route refused for want of a node parks the request: it asks again, under t
     nobody else's silence. A stream that has begun has no status left to refuse with: it waits out everything that
     may pass, for `stream_patience_s`. A full node is no missing node: before the first token its refusal is the
     answer as soon as no other node is left.
-R5. If an attempt failed before the route was refused for want of a node, its error is the one to show: the
-    refusal only follows from it.
+R5. If an attempt failed before the route was refused for want of a node, its error is the one to show.
 R6. A failed transfer condemns the prefill node, everything else the decode node. That incarnation is excluded from
     the next routes until the request has waited and `exclusion_s` are over: it may have been paused or cut off only.
 R7. An attempt that delivered all there was to deliver, but died before saying so, has finished.
-R8. Exactly one Finish or Fail is ever returned, or none if the client left; whatever is open is cancelled with it.
+R8. One Finish of each choice is ever returned, or one Fail in place of those that lack it, or none of it if the client
+    left; whatever is open is cancelled with the last.
+R9. Each of several choices finishes alone. What a node still says of it is dropped, and the node told to stop it.
 """
 
 from collections.abc import Sequence
@@ -48,6 +49,7 @@ from common.errors import (
     UnavailableError,
 )
 from common.messages import FinishReason, Generate, Incarnation, NodeAddress, Origin, RequestId, Route, Routed, Sampling
+from coordinator.gateway.choice import AnswerChoice, AnswerChoices
 from coordinator.gateway.session_events import (
     AskRoute,
     AttemptEnded,
@@ -68,11 +70,13 @@ from coordinator.gateway.session_events import (
     SessionCommand,
     SessionEvent,
     SessionStatus,
+    StopAtNode,
     StopStringFound,
     TokensArrived,
     Transition,
     WaitEnded,
     WaitForCluster,
+    seconds_by_status,
 )
 
 MAX_MOVES = 16
@@ -101,6 +105,7 @@ class Session:
     created_s: float
     deadline_s: float
     max_attempts: int
+    num_choices: int = 1
     patience_s: float = 5.0
     stream_patience_s: float = 60.0
     exclusion_s: float = 2.0
@@ -111,7 +116,7 @@ class Session:
     """How long the client waits for it."""
     status: SessionStatus = SessionStatus.PREPARING
     outcome: Outcome | None = None
-    delivered: list[int] = field(default_factory=list)
+    choices: AnswerChoices = field(init=False)
     attempt: int = 0
     num_failed: int = 0
     """Attempts that count against `max_attempts`."""
@@ -134,6 +139,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.history.append(Transition(self.created_s, self.status, "request"))
+        self.choices = AnswerChoices(self.prompt, self.sampling, self.num_choices)
 
     def handle(self, event: SessionEvent) -> list[SessionCommand]:
         """The only mutator. Times in events must not go back."""
@@ -155,8 +161,8 @@ class Session:
                 return self._attempt_failed(at_s, error)
             case AttemptEnded(at_s, attempt):
                 return self._attempt_failed(at_s, PeerLostError(f"attempt {attempt} ended without a finish reason"))
-            case StopStringFound(at_s):
-                return [*self._cancel(), *self._finish(at_s, FinishReason.STOP, "stop string")]
+            case StopStringFound(at_s, index):
+                return self._stop(at_s, self.choices[index], FinishReason.STOP, "stop string")
             case ClientGone(at_s):
                 commands = self._cancel()
                 self._end(at_s, Outcome.CANCELLED, "client gone")
@@ -169,11 +175,8 @@ class Session:
                 assert_never(event)
 
     def phases(self) -> dict[str, float]:
-        """Seconds by phase, in order of first appearance; they add up to the whole life of an ended session."""
-        seconds: dict[str, float] = {}
-        for earlier, later in zip(self.history, self.history[1:], strict=False):
-            seconds[earlier.status.value] = seconds.get(earlier.status.value, 0.0) + later.at_s - earlier.at_s
-        return seconds
+        """Seconds by phase; they add up to the whole life of an ended session."""
+        return seconds_by_status(self.history)
 
     @property
     def path(self) -> str:
@@ -196,18 +199,14 @@ class Session:
         assert self.history[-1].status is self.status
         assert all(a.at_s <= b.at_s for a, b in zip(self.history, self.history[1:], strict=False))
         assert all(b.status in _MOVES[a.status] for a, b in zip(self.history, self.history[1:], strict=False))
-        assert len(self.delivered) <= self.sampling.max_tokens
+        assert all(len(choice.delivered) <= self.sampling.max_tokens for choice in self.choices)
+        assert self.outcome is not Outcome.FINISHED or not self.choices.unfinished
         assert self.num_failed <= self.max_attempts
         assert self.num_moves <= MAX_MOVES + 1
         assert len(self.excluded) <= self.attempt
         assert 0 <= self.cached_tokens <= len(self.prompt)
 
     # --- the next attempt, before it is needed (`successor`) ----------------------------------------------
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and delivered tokens: where the next one belongs."""
-        return len(self.prompt) + len(self.delivered)
 
     def takeover_route(self) -> Route:
         """For whoever is to take over from the node that runs the attempt in progress."""
@@ -232,20 +231,22 @@ class Session:
         return [AskRoute(self.attempt, self._route(*self.excluded))]
 
     def _route(self, *exclude: Incarnation) -> Route:
-        first_token_s = None if self.delivered else self.first_token_s
-        return Route(self.model, self.num_tokens, exclude, self.origin, self.prefix, first_token_s)
+        first_token_s = None if self.choices.have_begun else self.first_token_s
+        return Route(self.model, self.choices.num_tokens_left, exclude, self.origin, self.prefix, first_token_s)
 
     def _generate(self, attempt: int, routed: Routed, *, source: NodeAddress | None) -> Generate:
+        tokens, branches = self.choices.remaining(is_takeover=source is not None)
         return Generate(
             request=self.id,
             attempt=attempt,
             model_digest=self._digest,
-            tokens=[*self.prompt, *self.delivered],
+            tokens=tokens,
             num_prompt_tokens=len(self.prompt),
             sampling=self.sampling,
             prefill=None if source else routed.prefill,
             origin=self.origin,
             source=source,
+            branches=branches,
         )
 
     def _ask_again(self, at_s: float) -> list[SessionCommand]:
@@ -270,7 +271,7 @@ class Session:
 
     def _may_pass(self, refusal: BatonError) -> bool:
         """R4: may a route that was refused be granted later?"""
-        if self.delivered:
+        if self.choices.have_begun:
             return isinstance(refusal, NodeError)
         is_full = isinstance(self._last_error, OverloadedError)
         return isinstance(refusal, UnavailableError) and not isinstance(refusal, NoPrefillError) and not is_full
@@ -279,7 +280,7 @@ class Session:
         """Starts the clock if it does not run yet."""
         if self._waiting_since_s is None:
             self._waiting_since_s = at_s
-        limit_s = self.stream_patience_s if self.delivered else self.patience_s
+        limit_s = self.stream_patience_s if self.choices.have_begun else self.patience_s
         return self._waiting_since_s + limit_s - at_s
 
     def _next_chance_s(self, at_s: float, refusal: BatonError) -> float:
@@ -290,8 +291,7 @@ class Session:
 
     def _open(self, event: RouteArrived) -> list[SessionCommand]:
         decode = event.routed.decode
-        if self.delivered and event.model_digest != self._digest:
-            # R1: another model would not go on where this one stopped.
+        if self.choices.have_begun and event.model_digest != self._digest:  # R1: it would go on otherwise
             return self._attempt_failed(
                 event.at_s, PeerLostError(f"{decode.node} runs another version of the model"), decode.incarnation
             )
@@ -303,32 +303,37 @@ class Session:
     def _tokens(self, event: TokensArrived) -> list[SessionCommand]:
         item = event.item
         if self.status is not SessionStatus.STREAMING:
-            if not self.delivered:
+            if not self.choices.have_begun:
                 self.cached_tokens = min(item.cached_tokens, len(self.prompt))
             self.paths.append(item.path or self._planned_path)
             self._move(SessionStatus.STREAMING, event.at_s, "first token of the attempt")
         elif item.path:
             self.paths[-1] = item.path
-        room = self.sampling.max_tokens - len(self.delivered)
-        tokens = item.tokens if len(item.tokens) <= room else item.tokens[:room]
+        choice = self.choices[item.choice]
+        if choice.finish is not None:  # R9
+            return [] if item.finish is not None else [StopAtNode(choice.index)]
+        tokens = choice.take(item.tokens)
         commands: list[SessionCommand] = []
         if tokens:
-            self.delivered += tokens
             self._waiting_since_s = None
-            commands.append(Deliver(tokens))
+            commands.append(Deliver(tokens, choice.index))
         if item.finish is not None:
             self.node_phases = item.phases or {}
-            return commands + self._finish(event.at_s, item.finish, "finished by the node")
-        if len(item.tokens) > room:  # a node that cannot count: what was promised is there, so this is the end
-            return commands + self._cancel() + self._finish(event.at_s, FinishReason.LENGTH, "over max_tokens")
+            return commands + self._finish(event.at_s, choice, item.finish, "finished by the node")
+        if len(item.tokens) > len(tokens):  # a node that cannot count: what was promised is there, so this is the end
+            return commands + self._stop(event.at_s, choice, FinishReason.LENGTH, "over max_tokens")
         return commands
 
     def _attempt_failed(
         self, at_s: float, error: BatonError, incarnation: Incarnation | None = None
     ) -> list[SessionCommand]:
-        reason = self._complete()
-        if reason is not None:
-            return self._finish(at_s, reason, "complete when the attempt failed")
+        finished: list[SessionCommand] = []
+        for choice in self.choices.unfinished:  # R7
+            if (reason := choice.complete()) is not None:
+                finished += self._finish(at_s, choice, reason, "complete when the attempt failed")
+        return finished if not self.choices.unfinished else finished + self._try_again(at_s, error, incarnation)
+
+    def _try_again(self, at_s: float, error: BatonError, incarnation: Incarnation | None) -> list[SessionCommand]:
         incarnation = incarnation or self._condemned(error)
         if incarnation is not None:
             self.excluded[incarnation] = Exclusion(at_s, error.code.value)
@@ -344,7 +349,7 @@ class Session:
             case MovedError():
                 self.num_moves += 1
                 return self.num_moves <= MAX_MOVES
-            case OverloadedError() | UnavailableError() if self.delivered:
+            case OverloadedError() | UnavailableError() if self.choices.have_begun:
                 self._last_error = error
                 return self._patience_left_s(at_s) > 0
             case NodeError() | TransferError():
@@ -353,14 +358,6 @@ class Session:
                 return self.num_failed < self.max_attempts
             case _:
                 return False
-
-    def _complete(self) -> FinishReason | None:
-        """R7."""
-        if len(self.delivered) >= self.sampling.max_tokens:
-            return FinishReason.LENGTH
-        if self.delivered and self.delivered[-1] in self.sampling.stop_token_ids:
-            return FinishReason.STOP
-        return None
 
     def _condemned(self, error: BatonError) -> Incarnation | None:
         """R6: who is to be avoided after this error."""
@@ -373,9 +370,18 @@ class Session:
     def _cancel(self) -> list[SessionCommand]:
         return [] if self.status is SessionStatus.PREPARING else [CancelAttempt(self.attempt)]
 
-    def _finish(self, at_s: float, reason: FinishReason, why: str) -> list[SessionCommand]:
-        self._end(at_s, Outcome.FINISHED, why)
-        return [Finish(reason)]
+    def _finish(self, at_s: float, choice: AnswerChoice, reason: FinishReason, why: str) -> list[SessionCommand]:
+        choice.finish = reason
+        if not self.choices.unfinished:
+            self._end(at_s, Outcome.FINISHED, why)
+        return [Finish(reason, choice.index)]
+
+    def _stop(self, at_s: float, choice: AnswerChoice, reason: FinishReason, why: str) -> list[SessionCommand]:
+        """Finish a choice that the node would go on with."""
+        if choice.finish is not None:
+            return []
+        finished = self._finish(at_s, choice, reason, why)
+        return [StopAtNode(choice.index) if self.choices.unfinished else CancelAttempt(self.attempt), *finished]
 
     def _fail(self, at_s: float, error: BatonError) -> list[SessionCommand]:
         self._last_error = error

@@ -1,7 +1,9 @@
 """What a session is told (events) and what it wants done (commands). See `session` for the rules."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import NamedTuple
 
 from common.errors import BatonError
@@ -29,6 +31,14 @@ class Transition(NamedTuple):
     at_s: float
     status: SessionStatus
     why: str
+
+
+def seconds_by_status(history: Sequence[Transition]) -> dict[str, float]:
+    """In order of first appearance; they add up to the whole time that it covers."""
+    seconds: dict[str, float] = {}
+    for earlier, later in pairwise(history):
+        seconds[earlier.status.value] = seconds.get(earlier.status.value, 0.0) + later.at_s - earlier.at_s
+    return seconds
 
 
 class Exclusion(NamedTuple):
@@ -96,6 +106,7 @@ class AttemptEnded:
 @dataclass(frozen=True, slots=True)
 class StopStringFound:
     at_s: float
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +174,20 @@ class CancelAttempt:
 @dataclass(frozen=True, slots=True)
 class Deliver:
     tokens: list[int]
+    choice: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StopAtNode:
+    """This attempt need not go on with one of its choices."""
+
+    choice: int
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
     reason: FinishReason
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,4 +195,4 @@ class Fail:
     error: BatonError
 
 
-SessionCommand = AskRoute | WaitForCluster | OpenAttempt | CancelAttempt | Deliver | Finish | Fail
+SessionCommand = AskRoute | WaitForCluster | OpenAttempt | CancelAttempt | Deliver | StopAtNode | Finish | Fail

@@ -109,29 +109,27 @@ class TextStream:
 
 
 class ChunkWriter:
-    """The events of one stream. All that does not change is encoded once; per token only its text is."""
+    """The events of one choice's stream. All that does not change is encoded once; per token only its text is."""
 
-    __slots__ = ("_finish_head", "_finish_tail", "_is_chat", "_open", "_text_head", "_text_tail")
+    __slots__ = ("_choice", "_finish_head", "_finish_tail", "_is_chat", "_open", "_text_head", "_text_tail")
 
-    def __init__(self, *, is_chat: bool, id: str, created: int, model: str) -> None:
+    def __init__(self, *, is_chat: bool, id: str, created: int, model: str, index: int = 0) -> None:
         self._is_chat = is_chat
         kind = "chat.completion.chunk" if is_chat else "text_completion"
         head = _encode_json({"id": id, "object": kind, "created": created, "model": model})
         self._open = b"data: " + head[:-1] + b',"choices":['
         payload, end = (b'"delta":{"content":', b"}") if is_chat else (b'"text":', b"")
-        self._text_head = self._open + b'{"index":0,' + payload
+        self._choice = self._open + b'{"index":%d,' % index
+        self._text_head = self._choice + payload
         self._text_tail = end + b',"logprobs":null,"finish_reason":null}]}\n\n'
-        self._finish_head = self._open + b'{"index":0,' + (b'"delta":{}' if is_chat else b'"text":""')
+        self._finish_head = self._choice + (b'"delta":{}' if is_chat else b'"text":""')
         self._finish_tail = b"}]}\n\n"
 
     def first(self) -> bytes:
         """What opens the stream: a chat names the speaker."""
         if not self._is_chat:
             return b""
-        return (
-            self._open
-            + b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n'
-        )
+        return self._choice + b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n'
 
     def text(self, text: str) -> bytes:
         return self._text_head + _encode_json(text) + self._text_tail

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from common.clock import new_id
+from common.engine.request import sampling_of
 from common.errors import BatonError
 from common.messages import FinishReason, Incarnation, NodeId, RequestId, Sampling
 from common.model.fake import fake_oracle
@@ -23,25 +24,40 @@ EXCLUSION_S = 0.3
 
 @dataclass
 class KeptAnswer:
-    """`relay.Answer`. `stop_after` tokens a stop string is found."""
+    """`relay.Answer`. A stop string is found after `stop_after` tokens of a choice, or of `stops_in` alone."""
 
+    num_choices: int = 1
     stop_after: int = 1 << 30
-    tokens: list[int] = field(default_factory=list)
-    ends: list[FinishReason | BatonError] = field(default_factory=list)
+    stops_in: int | None = None
+    errors: list[BatonError] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.all: list[list[int]] = [[] for _ in range(self.num_choices)]
+        self.finishes: list[list[FinishReason]] = [[] for _ in range(self.num_choices)]
 
     @property
-    def stopped(self) -> bool:
-        return len(self.tokens) >= self.stop_after
+    def tokens(self) -> list[int]:
+        """Choice 0."""
+        return self.all[0]
 
-    async def deliver(self, tokens: list[int]) -> None:
-        assert not self.ends, "tokens after the end"
-        self.tokens += tokens
+    @property
+    def ends(self) -> list[FinishReason | BatonError]:
+        """Of choice 0."""
+        return [*self.finishes[0], *self.errors]
 
-    async def finish(self, reason: FinishReason) -> None:
-        self.ends.append(reason)
+    def stopped(self, choice: int) -> bool:
+        return len(self.all[choice]) >= self.stop_after and self.stops_in in (None, choice)
+
+    async def deliver(self, tokens: list[int], choice: int) -> None:
+        assert not self.finishes[choice], "tokens after the end"
+        assert not self.errors, "tokens after an error"
+        self.all[choice] += tokens
+
+    async def finish(self, reason: FinishReason, choice: int) -> None:
+        self.finishes[choice].append(reason)
 
     async def fail(self, error: BatonError) -> None:
-        self.ends.append(error)
+        self.errors.append(error)
 
 
 class Request:
@@ -61,12 +77,21 @@ class Request:
 
     @property
     def oracle(self) -> list[int]:
-        return fake_oracle(list(self.session.prompt), self.session.sampling.max_tokens, self.session.sampling)
+        """Choice 0, as if it were alone."""
+        return self.oracle_of(0)
+
+    def oracle_of(self, choice: int) -> list[int]:
+        sampling = sampling_of(self.session.sampling, choice)
+        return fake_oracle(list(self.session.prompt), sampling.max_tokens, sampling)
 
     async def has(self, num_tokens: int) -> None:
-        """At least that many tokens have been delivered, and they are right."""
-        await self._cluster.until(lambda: len(self.answer.tokens) >= num_tokens)
-        assert self.answer.tokens == self.oracle[: len(self.answer.tokens)]
+        """At least that many tokens of each choice have been delivered, and they are right."""
+        await self._cluster.until(lambda: all(len(tokens) >= num_tokens for tokens in self.answer.all))
+        self._is_right_so_far()
+
+    def _is_right_so_far(self) -> None:
+        for choice, tokens in enumerate(self.answer.all):
+            assert tokens == self.oracle_of(choice)[: len(tokens)], choice
 
     async def is_in(self, status: SessionStatus) -> None:
         await self._cluster.until(lambda: self.session.status is status)
@@ -75,12 +100,27 @@ class Request:
         """The oracle's tokens, and one end."""
         async with asyncio.timeout(10.0):
             await self.task
-        assert self.answer.ends == [FinishReason.LENGTH]
-        assert self.answer.tokens == self.oracle
+        assert self.answer.errors == []
+        for choice, tokens in enumerate(self.answer.all):
+            assert self.answer.finishes[choice] == [FinishReason.LENGTH], choice
+            assert tokens == self.oracle_of(choice), choice
         assert self.session.outcome is Outcome.FINISHED
         self.session.check_invariants()
         if num_attempts is not None:
             assert self.session.attempt == num_attempts
+
+    async def ends_rightly(self, num_attempts: int | None = None) -> None:
+        """As `finishes_rightly`, where stop tokens or strings may have cut some choices."""
+        async with asyncio.timeout(10.0):
+            await self.task
+        assert self.answer.errors == []
+        assert [len(ends) for ends in self.answer.finishes] == [1] * self.session.num_choices
+        for choice, tokens in enumerate(self.answer.all):
+            wanted = self.answer.stop_after if self.answer.stops_in in (None, choice) else None
+            assert tokens == self.oracle_of(choice)[:wanted], choice
+        assert self.session.outcome is Outcome.FINISHED
+        self.session.check_invariants()
+        assert num_attempts in (None, self.session.attempt)
 
     async def fails(self) -> BatonError:
         """One end, an error; what was delivered is right."""
@@ -88,7 +128,7 @@ class Request:
             await self.task
         [error] = self.answer.ends
         assert isinstance(error, BatonError)
-        assert self.answer.tokens == self.oracle[: len(self.answer.tokens)]
+        self._is_right_so_far()
         self.session.check_invariants()
         return error
 
@@ -120,7 +160,11 @@ class Requests:
         max_tokens: int = 40,
         *,
         temperature: float = 0.0,
+        seed: int | None = None,
+        stop_token_ids: tuple[int, ...] = (),
+        n: int = 1,
         stop_after: int = 1 << 30,
+        stops_in: int | None = None,
         within_s: float = 30.0,
         patience_s: float = 5.0,
         stream_patience_s: float = 10.0,
@@ -130,15 +174,21 @@ class Requests:
             id=RequestId(new_id()),
             model=MODEL,
             prompt=prompt,
-            sampling=Sampling(max_tokens=max_tokens, seed=next(self._seeds), temperature=temperature),
+            sampling=Sampling(
+                max_tokens=max_tokens,
+                seed=next(self._seeds) if seed is None else seed,
+                temperature=temperature,
+                stop_token_ids=stop_token_ids,
+            ),
             created_s=now_s,
             deadline_s=now_s + within_s,
             max_attempts=4,
+            num_choices=n,
             patience_s=patience_s,
             stream_patience_s=stream_patience_s,
             exclusion_s=EXCLUSION_S,
         )
-        answer = KeptAnswer(stop_after)
+        answer = KeptAnswer(n, stop_after, stops_in)
         relay = Relay(
             session,
             answer,

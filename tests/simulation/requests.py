@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from common.clock import new_id
+from common.engine.request import sampling_of
 from common.errors import BatonError, DeadlineError, ErrorCode
 from common.messages import FinishReason, RequestId, Sampling
 from common.model.fake import fake_oracle
@@ -38,41 +39,53 @@ class Request:
     gateway: GatewayProcess | None = None
     session: Session | None = None
     task: "asyncio.Task[None] | None" = None
-    tokens: list[int] = field(default_factory=list)
-    ends: list[FinishReason | BatonError] = field(default_factory=list)
+    num_choices: int = 1
+    tokens: list[list[int]] = field(init=False)
+    """By choice, as the next."""
+    finishes: list[FinishReason | None] = field(init=False)
+    ends: list[BatonError | None] = field(default_factory=list)
     ended_s: float = 0.0
     excused_s: float = 0.0
     """How long its gateway was frozen."""
     has_hung_up: bool = False
     strange: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.tokens = [[] for _ in range(self.num_choices)]
+        self.finishes = [None] * self.num_choices
+
     # --- coordinator.gateway.relay.Answer -----------------------------------------------------------------
 
-    @property
-    def stopped(self) -> bool:
-        return self.stops_after is not None and len(self.tokens) >= self.stops_after
+    def stopped(self, choice: int) -> bool:
+        """Each choice finds its stop string one token later than the one before."""
+        return self.stops_after is not None and len(self.tokens[choice]) >= self.stops_after + choice
 
-    async def deliver(self, tokens: list[int]) -> None:
-        if self.ends:
-            self.strange.append(f"{len(tokens)} tokens came after the end")
+    async def deliver(self, tokens: list[int], choice: int) -> None:
+        if self.ends or self.finishes[choice]:
+            self.strange.append(f"{len(tokens)} tokens of choice {choice} came after its end")
         if self.has_hung_up:
             raise ConnectionResetError
-        self.tokens += tokens
-        self.tell(f"request {self.number} got {tokens}")
-        if self.hangs_up_after is not None and len(self.tokens) >= self.hangs_up_after:
+        self.tokens[choice] += tokens
+        self.tell(f"request {self.number} got {tokens} of choice {choice}")
+        if self.hangs_up_after is not None and len(self.tokens[choice]) >= self.hangs_up_after:
             self.hang_up()
 
-    async def finish(self, reason: FinishReason) -> None:
-        self._end(reason)
+    async def finish(self, reason: FinishReason, choice: int) -> None:
+        if self.finishes[choice]:
+            self.strange.append(f"choice {choice} finished again: {reason}")
+        self.finishes[choice] = reason
+        self.tell(f"request {self.number} finished choice {choice} after {len(self.tokens[choice])} tokens: {reason}")
+        if all(self.finishes):
+            self._end(None)
 
     async def fail(self, error: BatonError) -> None:
         self._end(error)
 
-    def _end(self, end: FinishReason | BatonError) -> None:
-        self.ends.append(end)
+    def _end(self, error: BatonError | None) -> None:
+        self.ends.append(error)
         self.ended_s = self.now_s()
-        words = f"failed: {end.code}: {end.message}" if isinstance(end, BatonError) else end.value
-        self.tell(f"request {self.number} ended after {len(self.tokens)} tokens: {words}")
+        words = "well" if error is None else f"failed: {error.code}: {error.message}"
+        self.tell(f"request {self.number} ended after {sum(map(len, self.tokens))} tokens: {words}")
 
     def hang_up(self) -> None:
         if not self.has_hung_up and not self.ends and self.task is not None:
@@ -84,26 +97,27 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return bool(self.ends) and not isinstance(self.ends[0], BatonError)
+        return bool(self.ends) and self.ends[0] is None
 
     @property
     def failed(self) -> bool:
-        return bool(self.ends) and isinstance(self.ends[0], BatonError)
+        return bool(self.ends) and self.ends[0] is not None
 
     @property
     def is_broken(self) -> bool:
         """Its gateway was killed."""
         return self.gateway is not None and self.gateway.process.is_dead
 
-    def expected(self) -> list[int]:
-        return oracle(tuple(self.prompt), self.sampling)
+    def expected(self, choice: int) -> list[int]:
+        return oracle(tuple(self.prompt), sampling_of(self.sampling, choice))
 
     def wrong(self, *, calm: bool) -> Iterator[str]:
         """What is not as it must be; `calm`: nothing was done to the cluster."""
         yield from self.strange
-        expected = self.expected()
-        if self.tokens != expected[: len(self.tokens)]:
-            yield f"got {self.tokens} where the oracle says {expected}"
+        for choice, tokens in enumerate(self.tokens):
+            expected = self.expected(choice)
+            if tokens != expected[: len(tokens)]:
+                yield f"got {tokens} of choice {choice} where the oracle says {expected}"
         if self.is_broken:
             return
         if self.has_hung_up:
@@ -115,13 +129,15 @@ class Request:
             return
         if self.ended_s > self.deadline_s + self.excused_s + 1e-6:
             yield f"ended {self.ended_s - self.deadline_s:.3f} s after its deadline"
-        end = self.ends[0]
-        if isinstance(end, BatonError):
-            yield from self._wrong_error(end, calm=calm)
-        elif not self.stopped and len(self.tokens) != len(expected):
-            yield f"finished with {len(self.tokens)} of {len(expected)} tokens"
-        elif not self.stopped and end is not self._expected_reason(expected):
-            yield f"finished with {end}"
+        if (error := self.ends[0]) is not None:
+            yield from self._wrong_error(error, calm=calm)
+            return
+        for choice, tokens in enumerate(self.tokens):
+            expected = self.expected(choice)
+            if not self.stopped(choice) and len(tokens) != len(expected):
+                yield f"finished choice {choice} with {len(tokens)} of {len(expected)} tokens"
+            elif not self.stopped(choice) and self.finishes[choice] is not self._expected_reason(expected):
+                yield f"finished choice {choice} with {self.finishes[choice]}"
 
     def _wrong_error(self, error: BatonError, *, calm: bool) -> Iterator[str]:
         hung = isinstance(error, DeadlineError) and self.now_s() > 0 and self.ended_s >= self.deadline_s - 1e-6
@@ -186,6 +202,7 @@ def draw_request(
         deadline_s=now_s() + (rng.uniform(0.02, 2.0) if rng.random() < 0.1 else LONG_S),
         hangs_up_after=rng.choice((0, 1, 1, rng.randint(2, 6))) if rng.random() < 0.15 else None,
         stops_after=rng.randint(1, 6) if rng.random() < 0.1 else None,
+        num_choices=rng.choice((2, 3)) if rng.random() < 0.3 else 1,
         now_s=now_s,
         tell=tell,
     )
@@ -200,4 +217,5 @@ def session_of(request: Request) -> Session:
         created_s=request.now_s(),
         deadline_s=request.deadline_s,
         max_attempts=MAX_ATTEMPTS,
+        num_choices=request.num_choices,
     )

@@ -27,6 +27,7 @@ from common.messages import (
     Route,
     Routed,
     SentBody,
+    StopChoice,
     Tokens,
     View,
     Watch,
@@ -80,7 +81,8 @@ class ScriptedCall:
         return Incarnation(self._address)
 
     def send(self, body: SentBody) -> None:
-        raise AssertionError("a gateway sends nothing into its calls")
+        assert isinstance(body, StopChoice), "a gateway sends nothing else into its calls"
+        self._client.stopped.append(body.choice)
 
     def __aiter__(self) -> AsyncIterator[ItemBody]:
         assert self._items is not None
@@ -110,6 +112,8 @@ class ScriptedClient:
         self.away: dict[str, bool] = {}
         """Addresses that nobody answers at."""
         self.generates: list[Generate] = []
+        self.stopped: list[int] = []
+        """Choices that a gateway wanted no more of."""
         self.routes: list[Route] = []
         self.open_calls: list[ScriptedCall] = []
         self.on_lost: Callable[[Incarnation], None] = lambda peer: None
@@ -224,6 +228,23 @@ class ScriptedNetwork:
 
 
 # --- scripts ------------------------------------------------------------------------------------------------
+
+
+def says_each(*answers: list[int], finish: FinishReason = FinishReason.STOP) -> Script:
+    """To each choice its own, a token of each in turn, as an engine does; goes on where the request stands."""
+
+    async def script(body: Generate) -> AsyncIterator[Tokens]:
+        shared = body.tokens[body.num_prompt_tokens :]
+        rest = {one.choice: answers[one.choice][len(shared) + len(one.tokens) :] for one in body.branches}
+        while rest:
+            for choice, tokens in list(rest.items()):
+                is_last = len(tokens) <= 1
+                yield Tokens(tokens[:1], finish if is_last else None, choice=choice)
+                rest[choice] = tokens[1:]
+                if is_last:
+                    del rest[choice]
+
+    return script
 
 
 def says(

@@ -189,8 +189,8 @@ async def test_the_official_client_works(gateway: RunningGateway) -> None:
         assert [model.id async for model in client.models.list()] == [MODEL]
         with pytest.raises(openai.NotFoundError, match="does not exist here"):
             await chat.create(model="nobody", messages=messages)
-        with pytest.raises(openai.BadRequestError, match="'n' is 2"):
-            await chat.create(model=MODEL, messages=messages, n=2)
+        with pytest.raises(openai.BadRequestError, match="'n' is 17"):
+            await chat.create(model=MODEL, messages=messages, n=17)
         gateway.cluster.generate = refuses(OverloadedError("full"))
         with pytest.raises(openai.RateLimitError, match="full"):
             await chat.create(model=MODEL, messages=messages, stream=True)

@@ -93,7 +93,7 @@ async def test_metrics_count_requests_tokens_and_phases(gateway: RunningGateway)
     tokens = gateway.tokenizer.encode("one two three")
     gateway.cluster.generate = says(tokens, cached_tokens=3)
     _, answer, _ = await gateway.chat()
-    await gateway.chat(n=2)
+    await gateway.chat(n=99)
     _, metrics = await gateway.get("/metrics")
     values = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
     chat = "/v1/chat/completions"

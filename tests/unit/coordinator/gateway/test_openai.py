@@ -62,11 +62,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usage": 1}}, "'stream_options.include_usage': expected bool | null, got int"),
     ({"ignore_eos": "no"}, "'ignore_eos' is \"no\": expected bool | null, got str"),
     ({"model": 3}, "'model' is 3: expected str | null, got int"),
+    ({"n": 0}, "'n' is 0: 1 to 16"),
+    ({"n": 17}, "'n' is 17: 1 to 16"),
+    ({"n": True}, "'n' is true: expected int | null, got bool"),
 ]
 NOT_YET: list[tuple[str, Any, str]] = [
-    ("n", 2, "1"),
-    ("n", -1, "1"),
-    ("n", True, "1"),
     ("best_of", 2, "1"),
     ("echo", True, "false"),
     ("suffix", "end", '""'),

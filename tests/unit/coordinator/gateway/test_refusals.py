@@ -150,7 +150,7 @@ BAD_CHATS: list[tuple[dict[str, Any] | bytes, int, str | None, str | None]] = [
     ({"messages": []}, 400, "messages", None),
     ({"max_tokens": -1}, 400, "max_tokens", None),
     ({"model": "nobody"}, 404, "model", "model_not_found"),
-    ({"n": 2}, 400, "n", None),
+    ({"n": 99}, 400, "n", None),
     ({"max_tokens": 99}, 400, "messages", "context_length_exceeded"),
     ({"messages": [{"role": "user", "content": "漢" * 200}]}, 400, "messages", "context_length_exceeded"),
     (b"{", 400, None, None),

@@ -225,7 +225,7 @@ class Lives(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         self.session.check_invariants()
-        assert self.shown == self.session.delivered
+        assert self.shown == self.session.choices[0].delivered
         assert self.shown == [answer(position, self.length) for position in range(len(self.shown))]
         assert len(self.terminal) == (0 if self.session.outcome in (None, Outcome.CANCELLED) else 1)
         if self.left:
