@@ -61,9 +61,9 @@ class AnswerChoices:
         return len(self._prompt) + len(self._all[index].delivered)
 
     @property
-    def num_tokens_left(self) -> int:
-        """Of all that are not finished, the prompt counted once."""
-        return len(self._prompt) + sum(len(choice.delivered) for choice in self.unfinished)
+    def longest(self) -> int:
+        """Prompt and delivered tokens of the longest that is not finished."""
+        return len(self._prompt) + max((len(choice.delivered) for choice in self.unfinished), default=0)
 
     def remaining(self, *, is_takeover: bool) -> tuple[list[int], tuple[Branch, ...]]:
         """What those that are not finished share, and what each has beyond: `Generate.tokens` and `branches`.

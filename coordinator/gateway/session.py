@@ -214,9 +214,9 @@ class Session:
         return self._route(*self.excluded, self.routed.decode.incarnation)
 
     def takeover(self, routed: Routed, model_digest: str) -> Generate | None:
-        """The call that takes over, None if that node cannot go on where this attempt stops (R1)."""
+        """The call that takes over, None if that node cannot go on where this attempt stops (R1) or nothing is left."""
         assert self.routed is not None
-        if model_digest != self._digest:
+        if model_digest != self._digest or not self.choices.unfinished:
             return None
         return self._generate(self.attempt + 1, routed, source=self.routed.decode)
 
@@ -232,7 +232,7 @@ class Session:
 
     def _route(self, *exclude: Incarnation) -> Route:
         first_token_s = None if self.choices.have_begun else self.first_token_s
-        return Route(self.model, self.choices.num_tokens_left, exclude, self.origin, self.prefix, first_token_s)
+        return Route(self.model, self.choices.longest, exclude, self.origin, self.prefix, first_token_s)
 
     def _generate(self, attempt: int, routed: Routed, *, source: NodeAddress | None) -> Generate:
         tokens, branches = self.choices.remaining(is_takeover=source is not None)
