@@ -16,7 +16,7 @@
    serve it, so it computes what is missing at home, from the first block that has not landed.
 5. A reservation that running requests need more (`Reclaimed`) is given back and asked for again.
 6. The first token obeys every finish rule. A request for one token pulls nothing.
-7. Whatever ends the call: one Release to the engine, one End to the caller, the prefill call closed.
+7. Whatever ends the call: all it has in the engine is released, one End to the caller, the prefill call closed.
 8. A request that a draining node runs is taken over: its full blocks are pulled while that node goes on, then it is
    stopped there and goes on here from the tokens that it had by then. If anything of that fails the call ends:
    the other node goes on, or its caller asks anew.

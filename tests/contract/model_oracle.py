@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.engine.request import Chunk, EngineRequest, StepPlan
+from common.engine.request import Chunk, EngineRequest, StepPlan, sampling_of
 from common.engine.scheduler import Scheduler
 from common.kv_cache.block_pool import BlockPool
 from common.kv_cache.prefix_cache import root_hash
@@ -26,6 +26,7 @@ FAST_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", 
 SEEDS = {"gemma3_text": 1, "phi3": 1, "deepseek_v3": 1, "gpt2": 1}
 """Seeds of weights whose answers to PROMPTS have clear margins, where 0 is not one."""
 
+_DRAWN = Sampling(NUM_TOKENS, seed=5)
 _random = np.random.default_rng(7)
 PROMPTS = [_random.integers(3, VOCAB_SIZE, length).tolist() for length in LENGTHS]
 
@@ -76,16 +77,7 @@ def serve(runner: Running, *, num_blocks: int = 128, max_step_tokens: int = 40) 
     With a host tier all are asked twice, and what the first answers left there comes back for the second.
     """
     pool = BlockPool(num_blocks, np.zeros(num_blocks, np.int64), runner.num_host_blocks)
-    scheduler = Scheduler(
-        pool,
-        block_size=BLOCK_SIZE,
-        max_running=6,
-        max_step_tokens=max_step_tokens,
-        max_step_s=60.0,
-        max_model_len=runner.max_model_len,
-        admit_whole=False,
-        root_of=(lambda _: root_hash(model_digest="")) if runner.num_host_blocks else None,
-    )
+    scheduler = _scheduler(runner, pool, max_step_tokens=max_step_tokens)
     prompts = PROMPTS * 2 if runner.num_host_blocks else PROMPTS
     requests = [_request(index, prompt) for index, prompt in enumerate(prompts)]
     arriving = requests[:]
@@ -102,9 +94,50 @@ def serve(runner: Running, *, num_blocks: int = 128, max_step_tokens: int = 40) 
     return [request.tokens[request.num_prompt_tokens :] for request in requests[-len(PROMPTS) :]]
 
 
+def _scheduler(runner: Running, pool: BlockPool, *, max_step_tokens: int = 40) -> Scheduler:
+    return Scheduler(
+        pool,
+        block_size=BLOCK_SIZE,
+        max_running=6,
+        max_step_tokens=max_step_tokens,
+        max_step_s=60.0,
+        max_model_len=runner.max_model_len,
+        admit_whole=False,
+        root_of=(lambda _: root_hash(model_digest="")) if runner.num_host_blocks else None,
+    )
+
+
 def _request(index: int, prompt: list[int], blocks: list[BlockId] | None = None) -> EngineRequest:
     sampling = Sampling(max_tokens=NUM_TOKENS, seed=0, temperature=0)
     return EngineRequest(RequestId(f"{index:032x}"), list(prompt), len(prompt), sampling, blocks=blocks or [])
+
+
+def assert_choices_share_blocks_and_are_right(runner: Running) -> None:
+    """Three answers to a prompt, from shared blocks, are those that come alone; a prefill draws their first tokens."""
+    for prompt in (prompt for prompt in PROMPTS if len(prompt) in (1, 16, 33, 200)):
+        together = _drawn(runner, prompt, (0, 1, 2))
+        assert together == [_drawn(runner, prompt, (choice,))[0] for choice in range(3)]
+        assert len(set(map(tuple, together))) == 3
+        blocks = [BlockId(block) for block in range(-(-len(prompt) // BLOCK_SIZE))]
+        request = EngineRequest(RequestId("p"), list(prompt), len(prompt), _DRAWN, blocks=blocks)
+        request.also = tuple(sampling_of(_DRAWN, choice) for choice in (1, 2))
+        firsts = runner.execute(StepPlan((Chunk(request, 0, len(prompt), 3),)))
+        assert firsts == [tokens[0] for tokens in together]
+
+
+def _drawn(runner: Running, prompt: list[int], choices: tuple[int, ...]) -> list[list[int]]:
+    pool = BlockPool(128, np.zeros(128, np.int64), runner.num_host_blocks)
+    scheduler = _scheduler(runner, pool)
+    requests = [
+        EngineRequest(RequestId(f"{choice}"), list(prompt), len(prompt), sampling_of(_DRAWN, choice))
+        for choice in choices
+    ]
+    scheduler.add(requests[0], requests[1:], len(prompt))
+    while scheduler.ids:
+        plan = scheduler.schedule()
+        runner.copy_blocks(pool.take_copies())
+        scheduler.update(plan, runner.execute(plan))
+    return [request.tokens[len(prompt) :] for request in requests]
 
 
 def whole_plan() -> StepPlan:

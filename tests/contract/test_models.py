@@ -17,7 +17,15 @@ from common.kv_cache.tensor_pool import open_host_tier
 from common.model import loader
 from common.model.loader import LoadedModel
 from common.model.transformers_runner import TransformersRunner, pick_backend, settle_row_floor
-from tests.contract.model_oracle import BLOCK_SIZE, FAST_FAMILIES, SEEDS, assert_rows_keep_their_bits, oracle, serve
+from tests.contract.model_oracle import (
+    BLOCK_SIZE,
+    FAST_FAMILIES,
+    SEEDS,
+    assert_choices_share_blocks_and_are_right,
+    assert_rows_keep_their_bits,
+    oracle,
+    serve,
+)
 from tests.tiny_models import CONFIGS, save_model
 
 FAMILIES = [pytest.param(name, marks=() if name in FAST_FAMILIES else pytest.mark.slow) for name in CONFIGS]
@@ -58,6 +66,10 @@ def make_runner(
 def test_answers_equal_those_of_transformers(family: str, attention: str, folder_of: Callable[[str], Path]) -> None:
     answers = serve(make_runner(load(folder_of(family)), attention))
     assert answers == [answer.tokens for answer in oracle(folder_of(family))]
+
+
+def test_several_answers_share_blocks(folder_of: Callable[[str], Path]) -> None:
+    assert_choices_share_blocks_and_are_right(make_runner(load(folder_of("llama"))))
 
 
 def test_answers_survive_a_pool_that_forces_preemption(folder_of: Callable[[str], Path]) -> None:

@@ -25,6 +25,7 @@ from common.native.build import cache_dir
 from tests.contract.model_oracle import (
     FAST_FAMILIES,
     SEEDS,
+    assert_choices_share_blocks_and_are_right,
     assert_rows_keep_their_bits,
     oracle,
     serve,
@@ -108,6 +109,10 @@ def test_keys_and_values_may_be_of_another_type_than_the_weights(make_runner: Ma
     assert_rows_keep_their_bits(half)
     difference = np.abs(half.logits(whole_plan()) - whole.logits(whole_plan())).max()
     assert 0 < difference < 0.2
+
+
+def test_several_answers_share_blocks(make_runner: Make) -> None:
+    assert_choices_share_blocks_and_are_right(make_runner("llama"))
 
 
 def test_threads_change_no_bit(make_runner: Make) -> None:

@@ -13,6 +13,8 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from openai.types import CompletionUsage
 
+from common.messages import Role
+from tests.caller import Caller
 from tests.process.cluster import BatonUp
 from tests.process.questions import caller_of, is_empty
 
@@ -171,6 +173,42 @@ async def test_a_seed_fixes_the_text_whichever_nodes_compute_it(api: Asking, sta
         await is_empty(caller)
         generated = {view.card.node: view.load.num_generated_tokens for view in (await caller.view()).nodes}
     assert all(generated.values()), f"every node was meant to take part: {generated}"
+
+
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
+async def test_several_answers_come_from_one_prefill_each_with_its_index_and_one_end(
+    api: Asking, standing_pair: BatonUp, chat: bool
+) -> None:
+    prompt = f"{chat}: " + "over and over " * 160  # longer than all that other tests' late reports may still add
+    asked = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    fields = {"model": MODEL, "temperature": 1, "seed": 11, "max_tokens": 24, "n": 3, "extra_body": ON, **asked}
+    kind: Any = api.client.chat.completions if chat else api.client.completions
+    async with caller_of(standing_pair.coordinator) as caller:
+        before = await _num_prefilled_tokens(caller)
+        stream = await kind.create(stream=True, stream_options={"include_usage": True}, **fields)
+        chunks = [chunk async for chunk in stream]
+        usage = chunks.pop().usage
+        assert (usage.completion_tokens, usage.prompt_tokens > 400) == (3 * 24, True)
+        async with asyncio.timeout(10):
+            while (computed := await _num_prefilled_tokens(caller) - before) < usage.prompt_tokens:
+                pass
+        assert computed < 2 * usage.prompt_tokens, "the prompt is computed once"
+    texts, ends = [""] * 3, [list[str]() for _ in range(3)]
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        texts[choice.index] += (choice.delta.content if chat else choice.text) or ""
+        ends[choice.index] += [choice.finish_reason] if choice.finish_reason else []
+    assert ends == [["length"]] * 3
+    assert len(set(texts)) == 3
+    whole = await kind.create(**fields)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    assert [choice.message.content if chat else choice.text for choice in whole.choices] == texts
+    alone = await api.ask(prompt, chat=chat, temperature=1, seed=11)
+    assert texts[0] == alone.text, "the first answer is the one that comes alone"
+
+
+async def _num_prefilled_tokens(caller: Caller) -> int:
+    nodes = (await caller.view()).nodes
+    return sum(node.load.num_computed_prompt_tokens for node in nodes if node.card.role is Role.PREFILL)
 
 
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])

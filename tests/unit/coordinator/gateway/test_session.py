@@ -49,7 +49,7 @@ def test_a_request_is_routed_attempted_delivered_and_finished() -> None:
         Deliver([6, 2]),
         Finish(FinishReason.STOP),
     ]
-    assert (session.outcome, session.cached_tokens, session.delivered) == (Outcome.FINISHED, 2, [5, 6, 2])
+    assert (session.outcome, session.cached_tokens, session.choices[0].delivered) == (Outcome.FINISHED, 2, [5, 6, 2])
     session.check_invariants()
 
 
@@ -93,7 +93,7 @@ def test_r2_late_news_of_an_old_attempt_is_dropped() -> None:
     assert session.handle(TokensArrived(105.0, 1, Tokens([9], FinishReason.LENGTH))) == []
     assert session.handle(AttemptEnded(105.0, 1)) == []
     assert session.handle(RouteRefused(105.0, 1, UnavailableError("no"))) == []
-    assert (session.delivered, session.num_late) == ([], 3)
+    assert (session.choices[0].delivered, session.num_late) == ([], 3)
 
 
 def test_r2_nothing_happens_after_the_end() -> None:
