@@ -111,11 +111,15 @@ async def test_what_leaves_in_the_middle_leaves_nothing(cluster: Cluster) -> Non
         request = requests.ask(prompt(40), 200, n=4, temperature=1.0)
         await request.has(5)
         counting = asyncio.create_task(decode.host.holdings())
-        await cluster.until(lambda: len(decode.brake.plans) == 7)
-        decode.brake.hold_after(1)
-        holdings = await counting
+
+        def counted() -> bool:
+            decode.brake.hold_after(1)
+            return counting.done()
+
+        await cluster.until(counted)
+        holdings = counting.result()
         assert len(holdings.sequences) == 4
         assert {one.request for one in holdings.sequences} == {request.session.id}
         assert holdings.owned_blocks == holdings.used_blocks < sum(one.num_blocks for one in holdings.sequences)
-        await request.leaves()
         decode.brake.release()
+        await request.leaves()
