@@ -16,7 +16,11 @@ from common.config import CoordinatorConfig
 from tests.process.footprint import Footprint
 
 BATON = str(Path(sys.executable).with_name("baton"))
-READY_WITHIN_S = 120.0
+SMALL = ("--kv-cache-memory", "16MiB", "--threads", "1")
+"""Flags of a node that needs no more."""
+READY_WITHIN_S = 240.0
+ENDS_WITHIN_S = 60.0
+"""Both are for a machine that is slow and busy with other things: what is shown is that it comes at all."""
 _ROLES = {"coordinator": "coordinator", "coordinator.gateway": "gateway", "prefill_node": "prefill-0"}
 
 
@@ -36,6 +40,7 @@ class BatonUp:
         self.coordinator = ""
         self.lines: list[str] = []
         self.footprint = Footprint()
+        self.is_started = False
         self._new_line = asyncio.Condition()
 
     async def start(self) -> None:
@@ -44,9 +49,11 @@ class BatonUp:
             *self._command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
         )
         self._reader = asyncio.create_task(self._read())
+        self.is_started = True
 
     async def __aenter__(self) -> Self:
-        await self.start()
+        if not self.is_started:
+            await self.start()
         try:
             self.url = (await self.line(r"Ready after .*: (http://\S+)", within_s=READY_WITHIN_S))[1]
             self.curl = (await self.line(r"^(curl .*)"))[1]
@@ -87,7 +94,10 @@ class BatonUp:
                 found[name] = process
         return found
 
-    async def line(self, pattern: str, *, within_s: float = 20.0, after: int = 0) -> re.Match[str]:
+    def pids(self) -> dict[str, int]:
+        return {name: process.pid for name, process in self.children().items()}
+
+    async def line(self, pattern: str, *, within_s: float = ENDS_WITHIN_S, after: int = 0) -> re.Match[str]:
         """The first printed line, from number `after` on, that matches; waits for it."""
         try:
             async with asyncio.timeout(within_s), self._new_line:
@@ -111,7 +121,7 @@ class BatonUp:
                 assert answer.status == 200, document
                 return str(document["choices"][0]["text"])
 
-    async def command(self, name: str, *flags: str, within_s: float = 60.0) -> tuple[int, str]:
+    async def command(self, name: str, *flags: str, within_s: float = ENDS_WITHIN_S) -> tuple[int, str]:
         """Exit code and output of `baton NAME` for this cluster."""
         process = await asyncio.create_subprocess_exec(
             *(BATON, name, "--coordinator", self.coordinator, *flags),
@@ -123,7 +133,7 @@ class BatonUp:
         assert process.returncode is not None
         return process.returncode, output.decode()
 
-    async def wait(self, *, within_s: float = 15.0) -> int:
+    async def wait(self, *, within_s: float = ENDS_WITHIN_S) -> int:
         """Until `baton up` has ended by itself; its exit code."""
         async with asyncio.timeout(within_s):
             status = await self._process.wait()

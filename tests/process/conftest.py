@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.process.cluster import BatonUp
-
-_SMALL = ("--kv-cache-memory", "16MiB", "--threads", "1")
+from tests.process.cluster import SMALL, BatonUp
+from tests.process.questions import LENGTHS, Question, questions
 
 
 @pytest.fixture(scope="session")
@@ -22,12 +21,24 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def tiny_questions(tiny_model: Path) -> list[Question]:
+    """Two of each length."""
+    return questions(tiny_model, LENGTHS * 2, num_tokens=24)
+
+
+@pytest.fixture(scope="session")
+def short_questions(tiny_model: Path) -> list[Question]:
+    """Short prompts with long answers: admitted together, they outgrow a small pool."""
+    return questions(tiny_model, (1, 15, 16, 17, 31, 32, 33, 48) * 4, num_tokens=80)
+
+
 @pytest.fixture
 def baton_up(tiny_model: Path, tmp_path: Path) -> Callable[..., BatonUp]:
     """`baton_up("--prefill", "0")`: a cluster of the tiny model with small pools and more flags, not yet started."""
 
     def make(*flags: str, prefix: tuple[str, ...] = ()) -> BatonUp:
-        return BatonUp("--model", str(tiny_model), *_SMALL, *flags, log_dir=tmp_path / "logs", prefix=prefix)
+        return BatonUp("--model", str(tiny_model), *SMALL, *flags, log_dir=tmp_path / "logs", prefix=prefix)
 
     return make
 
@@ -38,15 +49,19 @@ async def standing_pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFacto
 
     Such tests run in the session's loop: `pytest.mark.asyncio(loop_scope="session")`.
     """
-    async with BatonUp("--model", str(tiny_model), *_SMALL, log_dir=tmp_path_factory.mktemp("pair")) as up:
+    async with BatonUp("--model", str(tiny_model), *SMALL, log_dir=tmp_path_factory.mktemp("pair")) as up:
         yield up
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def standing_pairs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[BatonUp]:
-    """The same with two prefill and two decode nodes."""
-    flags = (*_SMALL, "--prefill", "2", "--decode", "2")
-    async with BatonUp("--model", str(tiny_model), *flags, log_dir=tmp_path_factory.mktemp("pairs")) as up:
+    """The same with two prefill and two decode nodes, and a gateway that takes its time to end."""
+    flags = (*SMALL, "--prefill", "2", "--decode", "2")
+    up = BatonUp("--model", str(tiny_model), *flags, log_dir=tmp_path_factory.mktemp("pairs"))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("BATON_GATEWAY_DRAIN_S", "60")
+        await up.start()
+    async with up:
         yield up
 
 

@@ -14,10 +14,10 @@ import psutil
 from common.config import GatewayConfig
 from coordinator.launcher.plan import flags_of
 from tests.process import fake_nodes
+from tests.process.cluster import ENDS_WITHIN_S, READY_WITHIN_S
 from tests.process.parts import free_port
 
 ROOT = Path(__file__).parents[2]
-READY_WITHIN_S = 60.0
 
 
 class Front:
@@ -111,5 +111,5 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None
         process.stdin.close()
         process.terminate()
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(ENDS_WITHIN_S):
         await process.wait()

@@ -1,6 +1,8 @@
 """Single Baton processes, beside a running cluster or making up one of their own; and what is done to processes."""
 
 import asyncio
+import contextlib
+import random
 import signal
 import socket
 import sys
@@ -14,12 +16,12 @@ import psutil
 
 from common.messages import NodeState, Role, View
 from coordinator.launcher import ready
+from tests.process.cluster import ENDS_WITHIN_S, READY_WITHIN_S, SMALL
 from tests.process.questions import caller_of
 
 ROOT = Path(__file__).parents[2]
-READY_WITHIN_S = 120.0
-_ENDS_WITHIN_S = 20.0
-_SMALL = ("--kv-cache-memory", "16MiB", "--threads", "1", "--quantization", "none")
+_LOWEST_PORT = 10_000
+_GIVEN: set[int] = set()
 
 
 class Parts:
@@ -40,7 +42,7 @@ class Parts:
         await self._life.aclose()
         for process in self._running.values():
             process.terminate()
-        async with asyncio.timeout(_ENDS_WITHIN_S):
+        async with asyncio.timeout(ENDS_WITHIN_S):
             await asyncio.gather(*[process.wait() for process in self._running.values()])
 
     async def coordinator(self, *flags: str) -> str:
@@ -63,7 +65,7 @@ class Parts:
     async def node(self, role: Role, name: str, coordinators: list[str], *flags: str) -> psutil.Process:
         """A new one that every coordinator lists, ready or not."""
         of_cluster = [word for address in coordinators for word in ("--coordinators", address)]
-        flags = (*self._model, "--name", name, *of_cluster, *_SMALL, *flags)
+        flags = (*self._model, "--name", name, *of_cluster, *SMALL, "--quantization", "none", *flags)
         process = await self._run(name, f"{role}_node", *flags)
         for address in coordinators:
             await seen(address, lambda view: any(node.card.pid == process.pid for node in view.nodes))
@@ -127,5 +129,12 @@ async def passing(seconds: float) -> None:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """Free and given to nobody before. From below the kernel's own range: until its process listens, no connection
+    that goes out can take it."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.sample(range(_LOWEST_PORT, lowest), k=lowest - _LOWEST_PORT):
+        if port not in _GIVEN:
+            with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+                _GIVEN.add(port)
+                return port
+    raise AssertionError(f"no port from {_LOWEST_PORT} to {lowest - 1} is free")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.clock import new_id
-from common.messages import Incarnation, NodeId
+from common.messages import Incarnation, NodeAddress, NodeId, View
 from common.rpc.link import ZmqNetwork
 from tests.caller import Caller
 from tests.process.reference import MIN_MARGIN
@@ -48,7 +48,13 @@ async def caller_of(coordinator: str) -> AsyncIterator[Caller]:
         await network.close()
 
 
-async def is_empty(caller: Caller, *, within_s: float = 3.0, fresh: bool = False) -> None:
+def addresses_of(view: View) -> dict[str, NodeAddress]:
+    """Of every node by its name: to say by hand who computes."""
+    cards = [node.card for node in view.nodes]
+    return {card.node: NodeAddress(card.node, card.incarnation, card.address, card.offers) for card in cards}
+
+
+async def is_empty(caller: Caller, *, within_s: float = 30.0, fresh: bool = False) -> None:
     """Every node says that it holds no call, request or lease, and that every block is free.
 
     `fresh`: says so from now on. A node reports twice a second, so what it said last may be older than the question.

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -52,7 +52,40 @@ async def read_stream(
     return text_of(events)
 
 
-async def nothing_is_held(*coordinators: str, wait_s: float = 5.0) -> None:
+class Streams:
+    """Streams that are asked for again and again, side by side; each must always say what it said at first.
+
+    However fast the nodes are and however slow the test is, all of them run until `end_rightly`.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, asked: Sequence[Mapping[str, Any]]) -> None:
+        self._session, self._url, self._asked = session, url, asked
+        self._over = asyncio.Event()
+        self._reading: list[asyncio.Task[int]] = []
+
+    async def begin(self) -> None:
+        """Returns when each has had an event since it was first read to its end."""
+        quiet = [await read_stream(self._session, self._url, self._asked[0])]
+        quiet += await asyncio.gather(*[read_stream(self._session, self._url, one) for one in self._asked[1:]])
+        begun = [asyncio.Event() for _ in self._asked]
+        for asked, text, event in zip(self._asked, quiet, begun, strict=True):
+            self._reading.append(asyncio.create_task(self._read_on(asked, text, event)))
+        await asyncio.gather(*[event.wait() for event in begun])
+
+    async def _read_on(self, asked: Mapping[str, Any], text: str, begun: asyncio.Event) -> int:
+        num_read = 0
+        while not self._over.is_set():
+            assert await read_stream(self._session, self._url, asked, begun=begun) == text
+            num_read += 1
+        return num_read
+
+    async def end_rightly(self) -> int:
+        """Each is read to its end once more; how often all were read together."""
+        self._over.set()
+        return sum(await asyncio.gather(*self._reading))
+
+
+async def nothing_is_held(*coordinators: str, wait_s: float = 30.0) -> None:
     """An audit of the idle cluster finds nothing."""
     report = await Auditor(ZmqNetwork(), list(coordinators)).audit(idle=True, wait_s=wait_s)
     assert report.findings == ()

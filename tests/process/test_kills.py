@@ -13,9 +13,9 @@ import pytest_asyncio
 
 from tests.process.cluster import READY_WITHIN_S, BatonUp
 from tests.process.parts import Parts, seen
-from tests.process.streams import body, nothing_is_held, read_stream
+from tests.process.streams import Streams, body, nothing_is_held
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
 
 MODEL = "tiny-llama"
 NUM_STREAMS = 8
@@ -39,33 +39,10 @@ async def chat(session: aiohttp.ClientSession, url: str, words: str) -> tuple[st
         return document["choices"][0]["message"]["content"], answer.headers["x-baton-path"]
 
 
-class Streams:
-    """Several streams of one gateway that go on and on; each must say what it says on a quiet day."""
-
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        self._session, self._url = session, url
-        self._asked = [body(MODEL, f"stream {n} of many", max_tokens=STREAM_TOKENS) for n in range(NUM_STREAMS)]
-        self._quiet: list[str] = []
-        self._reading: list[asyncio.Task[str]] = []
-
-    async def begin(self) -> None:
-        self._quiet = [await read_stream(self._session, self._url, self._asked[0])]
-        self._quiet += await asyncio.gather(*[read_stream(self._session, self._url, one) for one in self._asked[1:]])
-        begun = [asyncio.Event() for _ in self._asked]
-        for asked, event in zip(self._asked, begun, strict=True):
-            self._reading.append(asyncio.create_task(read_stream(self._session, self._url, asked, begun=event)))
-        await asyncio.gather(*[event.wait() for event in begun])
-
-    @property
-    def num_running(self) -> int:
-        return sum(not reading.done() for reading in self._reading)
-
-    async def end_rightly(self) -> None:
-        assert await asyncio.gather(*self._reading) == self._quiet
-
-
-def pids(up: BatonUp) -> dict[str, int]:
-    return {name: process.pid for name, process in up.children().items()}
+def many_streams(session: aiohttp.ClientSession, url: str) -> Streams:
+    return Streams(
+        session, url, [body(MODEL, f"stream {n} of many", max_tokens=STREAM_TOKENS) for n in range(NUM_STREAMS)]
+    )
 
 
 async def test_a_prefill_node_killed_under_streams_is_replaced_and_decode_need_not_be(
@@ -74,19 +51,18 @@ async def test_a_prefill_node_killed_under_streams_is_replaced_and_decode_need_n
     up = standing_pair
     words = [f"question {n} of five" for n in range(5)]
     expected = [(await chat(session, up.url, each))[0] for each in words]
-    streams = Streams(session, up.url)
+    streams = many_streams(session, up.url)
     await streams.begin()
-    before, num_lines = pids(up), len(up.lines)
+    before, num_lines = up.pids(), len(up.lines)
     up.children()["prefill-0"].kill()
-    assert streams.num_running > 0
     # At once, in this moment or that of noticing it: computed by whoever is there.
     assert [(await chat(session, up.url, each))[0] for each in words] == expected
     await streams.end_rightly()
     await up.line("whole again", within_s=READY_WITHIN_S, after=num_lines)
     again = [await chat(session, up.url, f"{n} for the new one") for n in range(5)]
     assert {path for _, path in again} == {"prefill-decode"}
-    assert pids(up) == before | {"prefill-0": pids(up)["prefill-0"]}
-    assert pids(up)["prefill-0"] != before["prefill-0"]
+    assert up.pids() == before | {"prefill-0": up.pids()["prefill-0"]}
+    assert up.pids()["prefill-0"] != before["prefill-0"]
     await nothing_is_held(up.coordinator)
 
 
@@ -98,19 +74,18 @@ async def test_a_decode_node_killed_under_streams_is_waited_for_and_a_stream_tha
     expected = [(await chat(session, up.url, each))[0] for each in words]
     async with Parts(tiny_model, tmp_path) as parts:
         impatient = await parts.gateway(up.coordinator, "--stream-patience-s", "0.1", "--patience-s", "0.1")
-        streams = Streams(session, up.url)
+        streams = many_streams(session, up.url)
         await streams.begin()
-        async with session.post(f"{impatient}/v1/completions", json=body(MODEL, "cut", max_tokens=1500)) as cut:
+        before, num_lines, victim = up.pids(), len(up.lines), up.children()["decode-0"]
+        async with session.post(f"{impatient}/v1/completions", json=body(MODEL, "cut", max_tokens=1900)) as cut:
             await cut.content.readany()
-            before, num_lines = pids(up), len(up.lines)
-            up.children()["decode-0"].kill()
-            assert streams.num_running > 0
+            victim.kill()
             *_, last = [line for line in (await cut.content.read()).split(b"\n\n") if line]
         is_an_error(last.removeprefix(b"data: "))
         await streams.end_rightly()
         await up.line("whole again", within_s=READY_WITHIN_S, after=num_lines)
         assert [(await chat(session, up.url, each))[0] for each in words] == expected
-        assert pids(up) == before | {"decode-0": pids(up)["decode-0"]}
+        assert up.pids() == before | {"decode-0": up.pids()["decode-0"]}
         await nothing_is_held(up.coordinator)
 
 

@@ -1,6 +1,9 @@
 """What a cluster of the demo model takes at most: memory, an idle core, the time of a quick command."""
 
 import asyncio
+import contextlib
+import os
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +17,10 @@ from common.model.prepared import prepared_path
 from common.model.store import resolve
 from tests.process.cluster import BATON, BatonUp
 from tests.process.memory import empty_runtime, maps_library, memory_of
+from tests.process.parts import passing
 from tests.process.questions import caller_of
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
 
 MIB = 1 << 20
 MAX_OVERHEAD = 0.05
@@ -104,13 +108,6 @@ async def test_an_idle_cluster_leaves_the_cpu_to_others(demo: BatonUp) -> None:
     pytest.fail(f"an idle cluster takes {sum(used.values()):.3f} cores")
 
 
-async def passing(seconds: float) -> None:
-    """Real time is what is measured here."""
-    passed = asyncio.get_running_loop().create_future()
-    asyncio.get_running_loop().call_later(seconds, passed.set_result, None)
-    await passed
-
-
 Flags = Callable[[BatonUp], tuple[str, ...]]
 
 
@@ -120,14 +117,23 @@ Flags = Callable[[BatonUp], tuple[str, ...]]
     ids=["help", "status"],
 )
 async def test_quick_commands_are_quick(demo: BatonUp, flags: Flags) -> None:
-    """On a busy machine most runs wait for others: the best of several counts."""
+    """On a busy machine they wait for others: that time does not count, and the best of several runs does."""
     best = float("inf")
     for _ in range(15):
-        started_s = time.perf_counter()
-        process = await asyncio.create_subprocess_exec(BATON, *flags(demo), stdout=asyncio.subprocess.DEVNULL)
-        assert await process.wait() == 0
-        best = min(best, time.perf_counter() - started_s)
+        best = min(best, await asyncio.to_thread(seconds_of, BATON, *flags(demo)))
         if best < QUICK_S:
             break
     print(f"{best:.3f} s")
     assert best < QUICK_S
+
+
+def seconds_of(*command: str) -> float:
+    """From start to end, without the time in which the process could have run and others did."""
+    started_s = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # until it is asked for its status, its books are open
+    took_s = time.perf_counter() - started_s
+    with contextlib.suppress(FileNotFoundError):  # a kernel that keeps no such books
+        took_s -= int(Path(f"/proc/{process.pid}/schedstat").read_text().split()[1]) / 1e9
+    assert process.wait() == 0
+    return took_s

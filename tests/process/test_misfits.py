@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from common.messages import NodeAddress, NodeState, NodeView, Origin, Role, Routed, View
+from common.messages import NodeState, NodeView, Origin, Role, Routed, View
 from tests.caller import Caller
 from tests.process.cluster import BATON, BatonUp
 from tests.process.parts import Parts, free_port, is_ready, seen
-from tests.process.questions import caller_of
+from tests.process.questions import addresses_of, caller_of
 from tests.process.streams import nothing_is_held
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
 
 NUM_CHATS = 10
 NUM_TOKENS = 12
@@ -93,12 +93,8 @@ def prompt(salt: int) -> list[int]:
 
 async def pair(caller: Caller, prefill: str) -> Routed:
     """The cluster's decode node with this prefill node."""
-    view = await caller.view()
-    decode, chosen = (
-        NodeAddress(node.card.node, node.card.incarnation, node.card.address, node.card.offers)
-        for node in (node_of(view, "decode-0"), node_of(view, prefill))
-    )
-    return Routed(decode, chosen)
+    addresses = addresses_of(await caller.view())
+    return Routed(addresses["decode-0"], addresses[prefill])
 
 
 async def path_of(caller: Caller, routed: Routed, salt: int) -> str:

@@ -1,39 +1,25 @@
 """Greedy answers through real processes equal those of `transformers` generate, token for token.
 
-Transports, pools, cache and order of asking are combined pairwise; the tiny model takes the whole matrix, the
-demo model the straight path. All answers are compared exactly: the questions leave no room for ties.
+Transports, pools, cache and order of asking are combined pairwise (`test_ucx.py` has one more); the tiny model takes
+the whole matrix, the demo model the straight path. All answers are compared exactly: the questions leave no room for
+ties.
 """
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from common.messages import Role
 from common.model.store import resolve
 from tests.process.cluster import BatonUp
-from tests.process.questions import LENGTHS, Question, caller_of, is_empty, questions
+from tests.process.oracle import answers_rightly, answers_rightly_all_at_once
+from tests.process.questions import Question, caller_of, is_empty, questions
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
 
-MakeUp = Callable[..., BatonUp]
-NUM_TOKENS = 24
 # 1,523 tokens take 96 blocks: the longest question just fits alone, and 16 of the short ones do not fit together.
 TINY_POOL = ("--kv-cache-memory", str(98 * 3 * 2 * 2 * 16 * 16 * 4))
-SHORT_LENGTHS = (1, 15, 16, 17, 31, 32, 33, 48) * 4
-NUM_TOKENS_OF_SHORT = 80
-
-
-@pytest.fixture(scope="session")
-def tiny_questions(tiny_model: Path) -> list[Question]:
-    return questions(tiny_model, LENGTHS * 2, num_tokens=NUM_TOKENS)
-
-
-@pytest.fixture(scope="session")
-def short_questions(tiny_model: Path) -> list[Question]:
-    """Short prompts with long answers: admitted together, they outgrow a small pool."""
-    return questions(tiny_model, SHORT_LENGTHS, num_tokens=NUM_TOKENS_OF_SHORT)
+NUM_ROUNDS = 10
 
 
 def case(transport: str, prefill: int, decode: int, *flags: str, slow: bool = False) -> object:
@@ -49,9 +35,7 @@ def case(transport: str, prefill: int, decode: int, *flags: str, slow: bool = Fa
 @pytest.mark.parametrize(
     "flags",
     [
-        case("auto", 1, 1),
         case("tcp", 2, 2, *TINY_POOL),
-        case("ucx", 1, 1, "--no-prefix-cache"),
         case("shm", 0, 1, *TINY_POOL, "--kv-host-memory", "16MiB"),
         case("shm", 2, 2, *TINY_POOL, "--no-prefix-cache", slow=True),
         case("shm", 1, 1, *TINY_POOL, "--no-prefix-cache", slow=True),
@@ -62,36 +46,38 @@ def case(transport: str, prefill: int, decode: int, *flags: str, slow: bool = Fa
     ],
 )
 async def test_every_deployment_gives_the_oracles_answers(
-    baton_up: MakeUp, tiny_questions: list[Question], short_questions: list[Question], flags: tuple[str, ...]
+    baton_up: Callable[..., BatonUp],
+    standing_pair: BatonUp,
+    tiny_questions: list[Question],
+    short_questions: list[Question],
+    flags: tuple[str, ...],
 ) -> None:
-    async with baton_up(*flags) as up, caller_of(up.coordinator) as caller:
-
-        async def right(question: Question) -> None:
-            answer = await caller.ask(question.prompt, len(question.answer))
-            assert answer.tokens == question.answer, f"prompt of {len(question.prompt)} tokens"
-
-        one_by_one, at_once = tiny_questions[: len(LENGTHS)], tiny_questions[len(LENGTHS) :]
-        for question in one_by_one:
-            await right(question)
-        # A read that fails is made up for by computing at home: equal answers alone prove no transport.
-        await is_empty(caller, fresh=True)
-        computed = dict.fromkeys(Role, 0)
-        for view in (await caller.view()).nodes:
-            computed[view.card.role] += view.load.num_computed_prompt_tokens
-        where = Role.DECODE if flags[flags.index("--prefill") + 1] == "0" else Role.PREFILL
-        num_tokens = sum(len(question.prompt) for question in one_by_one)
-        assert computed == dict.fromkeys(Role, 0) | {where: num_tokens}
-        await asyncio.gather(*[right(question) for question in (*at_once, *one_by_one)])
-        await asyncio.gather(*[right(question) for question in short_questions])
-        await is_empty(caller)
-        loads = [view.load for view in (await caller.view()).nodes]
-        if "--kv-cache-memory" in flags:
-            assert sum(load.num_preemptions for load in loads) > 0, "the pools were meant to be too small"
-        if "--kv-host-memory" in flags:
-            assert sum(load.num_blocks_in for load in loads) > 0, "nothing came back from host memory"
+    async with baton_up(*flags) as up:
+        nodes = [
+            f"{role}-{n}" for role in ("prefill", "decode") for n in range(int(flags[flags.index(f"--{role}") + 1]))
+        ]
+        assert sorted(up.children()) == sorted(["coordinator", "gateway", *nodes])
+        assert await up.complete() == await standing_pair.complete()
+        await answers_rightly(up, tiny_questions)
+        for _ in range(NUM_ROUNDS):  # where questions come so slowly that they never meet, nobody is pre-empted
+            await answers_rightly_all_at_once(up, short_questions)
+            async with caller_of(up.coordinator) as caller:
+                await is_empty(caller, fresh=True)
+                loads = [view.load for view in (await caller.view()).nodes]
+            preempted, came_back = any(load.num_preemptions for load in loads), any(load.num_blocks_in for load in loads)
+            if preempted or "--kv-cache-memory" not in flags:
+                break
+        assert preempted or "--kv-cache-memory" not in flags, "the pools were meant to be too small"
+        assert came_back or "--kv-host-memory" not in flags, "nothing came back from host memory"
 
 
-@pytest.mark.asyncio(loop_scope="session")
+async def test_a_pair_without_any_flag_gives_the_oracles_answers(
+    standing_pair: BatonUp, tiny_questions: list[Question], short_questions: list[Question]
+) -> None:
+    await answers_rightly(standing_pair, tiny_questions)
+    await answers_rightly_all_at_once(standing_pair, short_questions)
+
+
 async def test_the_demo_model_gives_the_oracles_answers(standing_demo: BatonUp) -> None:
     async with caller_of(standing_demo.coordinator) as caller:
         asked = questions(resolve("demo"), (1, 15, 16, 17, 33, 64, 250, 1500), num_tokens=16)

@@ -18,7 +18,7 @@ from tests.process.parts import Parts, seen
 from tests.process.questions import caller_of, is_empty
 from tests.process.streams import nothing_is_held
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
 
 END = 2
 """The token that ends the tiny model's answers."""

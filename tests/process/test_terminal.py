@@ -7,7 +7,7 @@ import pytest
 
 from tests.process.cluster import BATON, BatonUp
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
 
 
 async def baton(*arguments: str, stdin: str = "", within_s: float = 60.0) -> tuple[int, str, str]:
