@@ -243,9 +243,9 @@ async def test_a_stop_string_across_tokens_cuts_the_text_before_it(api: Asking, 
 async def across_tokens(api: Asking, text: str, *, chat: bool) -> str:
     """The end of one token's text with the beginning of the next one's, where that is found in `text` first."""
     for num_tokens in range(5, 44):
-        boundary = len((await api.ask(chat=chat, max_tokens=num_tokens)).text)
-        stop = text[boundary - 1 : boundary + 1]
-        if len(stop) == 2 and "\ufffd" not in text[: boundary + 1] and text.index(stop) == boundary - 1:
+        begun = (await api.ask(chat=chat, max_tokens=num_tokens)).text
+        stop = text[len(begun) - 1 : len(begun) + 1]
+        if text.startswith(begun) and len(stop) == 2 and "\ufffd" not in stop and text.index(stop) == len(begun) - 1:
             return stop
     raise AssertionError(f"no boundary to stop at in {text!r}")
 
