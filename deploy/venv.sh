@@ -35,7 +35,7 @@ find_python() {
 
 pip_install() {
     # Few retries: without a network the message below should not take minutes to come.
-    "$venv/bin/python" -m pip install --disable-pip-version-check --retries 2 "$@" || fail "pip could not install $requirement; its own message is above.
+    "$venv/bin/python" -m pip install --disable-pip-version-check --no-compile --retries 2 "$@" || fail "pip could not install $requirement; its own message is above.
   No network, or a proxy or an own package index? pip must reach one: see 'pip config list', PIP_INDEX_URL, HTTPS_PROXY.
   Little disk? 'df -h .' should show 3 GB. Then run the same command again: it goes on where it stopped."
 }
@@ -77,6 +77,9 @@ if ! "$venv/bin/python" -m pip show torch 2>/dev/null | grep -q "^Version: ${tor
 fi
 echo "baton: installing the rest (about 100 MB to download; with the developers' tools, UCX and Triton about 550 MB)"
 pip_install -e "$requirement"
+
+# What pip would do with one core, on all of them, and without the libraries' own tests; some of their files are no Python.
+"$venv/bin/python" -m compileall -qq -j 0 -x '[/\\]tests?[/\\]' "$venv/lib" || true
 
 wait "$kernels" || fail "the kernels could not be compiled (see above)"
 

@@ -30,8 +30,8 @@ from tests.chaos.faults import Fault, plan
 from tests.chaos.traffic import Client, Outcome, Question, Text
 
 _METRIC = re.compile(r"^(baton_\w*(?:failover|moved|attempt|prompts)\w*(?:\{[^}]*\})?) ([\d.e+]+)$", re.MULTILINE)
-_WHOLE_WITHIN_S = 90.0
-_EMPTY_WITHIN_S = 20.0
+_WHOLE_WITHIN_S = 240.0
+_EMPTY_WITHIN_S = 60.0
 TINY_MODEL = Path(__file__).parents[1] / "process" / "tiny_model.py"
 
 
@@ -87,7 +87,7 @@ class Chaos:
         cluster = ChaosCluster(options.model, options.kv, prefill=2, decode=2, log_dir=self._logs, on_event=self._say)
         self._say("starting the cluster")
         async with cluster, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-            client = Client(http, cluster.url, "chaos", cluster.gateway_died_since)
+            client = Client(http, cluster.url, "chaos", cluster.gateway_was_away_since)
             await self._learn(client, questions)
             self._started_s = time.monotonic()
             self._say(f"hurting it for {options.seconds:g} s, seed {options.seed}")

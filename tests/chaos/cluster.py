@@ -8,10 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from urllib.parse import urlsplit
 
 from common.clock import new_id
 from common.config import CoordinatorConfig, EngineConfig, ModelConfig
@@ -25,12 +26,12 @@ from coordinator.launcher.plan import UpConfig, flags_of, make_plan
 from coordinator.launcher.restarts import RestartPolicy
 from tests.chaos.faults import Fault, Kind
 from tests.chaos.proxy import Proxy
+from tests.process.cluster import BATON, READY_WITHIN_S
 from tests.process.footprint import Footprint
 from tests.process.parts import free_port
 
 NUM_COORDINATORS = 2
 _OUR_DOING = (0, -signal.SIGKILL, -signal.SIGTERM)
-BATON = str(Path(sys.executable).with_name("baton"))
 
 
 class ChaosCluster:
@@ -59,7 +60,9 @@ class ChaosCluster:
         self._proxies: dict[str, Proxy] = {}
         self._stopped: dict[str, int] = {}
         self._footprint = Footprint()
-        self._gateway_deaths: list[float] = []
+        self._gateway_back_s = float("-inf")
+        """When it took connections again after it had last been made to end; inf while it does not."""
+        self._coming_back: asyncio.Task[None] | None = None
         self.crashes: list[str] = []
         """Processes that ended in a way that nobody had made them end."""
 
@@ -106,7 +109,7 @@ class ChaosCluster:
                 listen, address = await self._proxied(child.name)
                 flags += ["--listen", listen, "--advertise", address]
             await self._launcher.start(dataclasses.replace(child, command=(*child.command, *flags)))
-        await self.whole(within_s=180.0)
+        await self.whole(within_s=READY_WITHIN_S)
         self._launcher.settle()
 
     async def _proxied(self, name: str) -> tuple[str, str]:
@@ -160,15 +163,28 @@ class ChaosCluster:
         if pid is None or not _send(pid, number):
             return False
         if target == "gateway":
-            self._gateway_deaths.append(time.monotonic())
+            self._gateway_back_s = float("inf")
         return True
 
-    def gateway_died_since(self, moment_s: float) -> bool:
-        return any(death_s >= moment_s - 1.0 for death_s in self._gateway_deaths)
+    def gateway_was_away_since(self, moment_s: float) -> bool:
+        return self._gateway_back_s >= moment_s - 1.0
+
+    async def _gateway_comes_back(self) -> None:
+        address = urlsplit(self.url)
+        while True:
+            with suppress(OSError):
+                _, writer = await asyncio.open_connection(address.hostname, address.port)
+                self._gateway_back_s = time.monotonic()
+                writer.close()
+                return
+            await asyncio.sleep(0.02)
 
     def _on_death(self, died: ChildDied) -> None:
         if died.name == "gateway":
-            self._gateway_deaths.append(time.monotonic())
+            self._gateway_back_s = float("inf")
+            if self._coming_back is not None:
+                self._coming_back.cancel()
+            self._coming_back = asyncio.create_task(self._gateway_comes_back())
         words = f"{died.name} ended with {died.status}"
         if died.status not in _OUR_DOING:
             self.crashes.append(words)

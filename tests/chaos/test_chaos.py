@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import re
 from contextlib import suppress
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
+from common.config import LinkConfig
 from tests.chaos import traffic
 from tests.chaos.faults import MOST_PAUSE_S, Kind, plan
 from tests.chaos.proxy import Proxy
@@ -111,6 +114,25 @@ def test_a_seed_gives_one_plan_and_nobody_dies_twice_without_rest() -> None:
     for target in TARGETS:
         deaths = [fault.at_s for fault in first if fault.target == target and fault.kind in (Kind.KILL, Kind.RESTART)]
         assert all(later - earlier >= 30.0 for earlier, later in pairwise(deaths))
+
+
+def test_the_minute_of_chaos_that_a_change_must_pass_hurts_everybody_in_every_way() -> None:
+    arguments = re.search(r'make chaos ARGS="(.*)"', (Path(__file__).parents[2] / ".ci" / "run").read_text())
+    assert arguments is not None
+    asked = dict(pairwise(arguments[1].split()))
+    targets = ("prefill-0", "prefill-1", "decode-0", "decode-1", "coordinator-0", "coordinator-1", "gateway")
+    rest_s, every_s = 30.0, float(asked["--every"])
+    faults = list(plan(int(asked["--seed"]), float(asked["--seconds"]), targets, every_s=every_s, rest_s=rest_s))
+
+    def roles(*kinds: Kind, lasting_s: float = 0.0) -> set[str]:
+        hurt = [fault for fault in faults if fault.kind in kinds and fault.for_s >= lasting_s]
+        return {fault.target.partition("-")[0] for fault in hurt}
+
+    assert {fault.kind for fault in faults} == set(Kind)
+    assert {fault.target for fault in faults if fault.kind in (Kind.KILL, Kind.RESTART)} == set(targets)
+    assert roles(Kind.KILL) == {"prefill", "decode", "coordinator", "gateway"}
+    assert roles(Kind.STOP, lasting_s=LinkConfig().lost_after_s) >= {"prefill", "decode"}
+    assert roles(Kind.CUT) >= {"prefill", "decode"}
 
 
 async def test_a_proxy_cuts_and_swallows() -> None:

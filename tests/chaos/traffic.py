@@ -90,12 +90,12 @@ def questions(seed: int, *, longest: int) -> list[Question]:
 
 @dataclass(slots=True)
 class Client:
-    """Asks one gateway. `gateway_died_since(s)` tells whether it was killed after that moment."""
+    """Asks one gateway. `gateway_was_away_since(s)` tells whether nobody listened at some time after that moment."""
 
     http: aiohttp.ClientSession
     url: str
     model: str
-    gateway_died_since: Callable[[float], bool] = lambda moment: False
+    gateway_was_away_since: Callable[[float], bool] = lambda moment: False
 
     async def ask(self, question: Question, *, stream: bool, leave_after: int | None = None) -> Ended:
         """`leave_after`: hang up after so many events (or at once, before any, with 0)."""
@@ -109,7 +109,7 @@ class Client:
         except TimeoutError:
             return Ended(Outcome.HUNG, f"{question.name}: nothing ended it within {LIMIT_S:g} s")
         except (aiohttp.ClientError, ConnectionError) as error:
-            if self.gateway_died_since(began_s):
+            if self.gateway_was_away_since(began_s):
                 return Ended(Outcome.CUT)
             return Ended(Outcome.DISHONEST, f"{question.name}: connection lost, its gateway lives: {error!r}")
 

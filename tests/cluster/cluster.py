@@ -33,6 +33,7 @@ from prefill_node.node import PrefillNode
 from tests.caller import Answer, Caller
 
 Predicate = Callable[[], bool]
+_MOMENT_S = 0.002
 
 MODEL = "fake"
 COORDINATOR = "tcp://coordinator:7070"
@@ -230,13 +231,18 @@ class Cluster:
 
     # --- waiting -----------------------------------------------------------------------------------------------
 
-    async def until(self, holds: Predicate, *, within_s: float = 5.0) -> None:
-        """Wait for what no event announces, looking each time the loop has done something."""
-        async with asyncio.timeout(within_s):
-            while not holds():
-                await _a_moment()
+    async def until(self, holds: Predicate, *, within_s: float = 30.0) -> None:
+        """Wait for what no event announces, looking each time the loop has done something.
 
-    async def is_empty(self, *, within_s: float = 2.0) -> None:
+        `within_s` counts the loop's moments: where others keep the machine from us, no time passes.
+        """
+        for _ in range(round(within_s / _MOMENT_S)):
+            if holds():
+                return
+            await _a_moment()
+        raise TimeoutError(f"it never came true in {within_s:g} s")
+
+    async def is_empty(self, *, within_s: float = 30.0) -> None:
         """The leak check: an audit of every process that lives soon finds that nothing is held at all."""
         give_up_s = self.clock.now_s() + within_s
         while left := await self.audit():
@@ -278,5 +284,5 @@ class Cluster:
 
 async def _a_moment() -> None:
     moment = asyncio.get_running_loop().create_future()
-    asyncio.get_running_loop().call_later(0.002, lambda: moment.done() or moment.set_result(None))
+    asyncio.get_running_loop().call_later(_MOMENT_S, lambda: moment.done() or moment.set_result(None))
     await moment

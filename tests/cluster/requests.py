@@ -98,7 +98,7 @@ class Request:
 
     async def finishes_rightly(self, num_attempts: int | None = None) -> None:
         """The oracle's tokens, and one end."""
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(60.0):
             await self.task
         assert self.answer.errors == []
         for choice, tokens in enumerate(self.answer.all):
@@ -124,7 +124,7 @@ class Request:
 
     async def fails(self) -> BatonError:
         """One end, an error; what was delivered is right."""
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(60.0):
             await self.task
         [error] = self.answer.ends
         assert isinstance(error, BatonError)

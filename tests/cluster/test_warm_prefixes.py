@@ -40,7 +40,7 @@ async def is_known_to_be_warm(cluster: Cluster, names: bytes) -> None:
             return False  # the last one's blocks have gone, and the coordinator knows
         return all(blocks <= nodes[NodeId(name)].cached for name in ("prefill-1", "decode-1") if name in nodes)
 
-    await cluster.until(lambda: len(cluster.coordinator.state.view().nodes) == 4 and known(), within_s=2.0)
+    await cluster.until(lambda: len(cluster.coordinator.state.view().nodes) == 4 and known())
 
 
 def pair_of(answer: Answer) -> tuple[str | None, str]:

@@ -56,7 +56,7 @@ class Bench:
             address or self.address, handlers, node=NodeId("callee"), incarnation=Incarnation(new_id())
         )
 
-    async def until(self, condition: Callable[[], bool], within_s: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], bool], within_s: float = 60.0) -> None:
         """Wait for what no event tells: the other side's books. In memory this is what moves the clock."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + within_s

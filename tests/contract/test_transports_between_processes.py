@@ -97,7 +97,7 @@ async def test_a_killed_owner_is_a_lost_peer(owner: Owner) -> None:
     reading = asyncio.ensure_future(read_for_ever(reader))
     await reader.read(refs(1, generation=3), ids(1), secret=SECRET)
     owner.kill()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(60):
         with pytest.raises(PeerLostError):
             await reading
         with pytest.raises(PeerLostError):
@@ -116,7 +116,7 @@ async def test_a_frozen_owner_is_a_lost_peer_after_the_deadline(owner: Owner) ->
     await reader.open()
     await reader.read(refs(1, generation=3), ids(1), secret=SECRET)
     owner.freeze()
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(60):
         with pytest.raises(PeerLostError, match=r"0\.3 s"):
             await reader.read(refs(*range(64), generation=3), ids(*range(64)), secret=SECRET)
     await reader.close()

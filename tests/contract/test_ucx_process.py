@@ -64,7 +64,7 @@ def notice_in_the_last_turn(kept):
 
 def run(*lines: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT + "\n".join(lines)], capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-c", SCRIPT + "\n".join(lines)], capture_output=True, text=True, timeout=250, check=False
     )
 
 

@@ -149,14 +149,14 @@ async def test_four_hundred_clients_that_leave_in_mid_transfer_leave_a_small_poo
     for turn in range(4):
         cluster.faults.hold()
         asked = [requests.ask(prompt(60, turn * 100 + salt)) for salt in range(100)]
-        await cluster.until(lambda: cluster.faults.num_held == 4, within_s=20.0)
+        await cluster.until(lambda: cluster.faults.num_held == 4)
         await asyncio.gather(*[request.leaves() for request in asked])
         cluster.faults.release()
-        await cluster.is_empty(within_s=10.0)
+        await cluster.is_empty()
         assert prefill.load.free_blocks == 16
     began_s = cluster.clock.now_s()
     await requests.ask(prompt(60, 999), 4).finishes_rightly()
-    assert cluster.clock.now_s() - began_s < 2.0
+    assert cluster.clock.now_s() - began_s < 10.0
 
 
 async def test_a_prompt_that_was_given_up_is_gone_on_with_when_it_comes_again(

@@ -272,7 +272,7 @@ async def test_a_client_may_leave_while_its_stream_waits(cluster: Cluster, reque
 async def test_a_deadline_ends_a_wait(cluster: Cluster, requests: Requests) -> None:
     await cluster.start_pools()
     hold_decode(cluster)
-    request = requests.ask(prompt(40), within_s=0.5)
+    request = requests.ask(prompt(40), within_s=1.5)
     await request.has(6)
     await cluster.kill("decode-0")
     await request.is_in(SessionStatus.PARKED)

@@ -64,11 +64,12 @@ async def test_every_deployment_gives_the_oracles_answers(
             async with caller_of(up.coordinator) as caller:
                 await is_empty(caller, fresh=True)
                 loads = [view.load for view in (await caller.view()).nodes]
-            preempted, came_back = any(load.num_preemptions for load in loads), any(load.num_blocks_in for load in loads)
+            preempted = any(load.num_preemptions for load in loads)
             if preempted or "--kv-cache-memory" not in flags:
                 break
         assert preempted or "--kv-cache-memory" not in flags, "the pools were meant to be too small"
-        assert came_back or "--kv-host-memory" not in flags, "nothing came back from host memory"
+        if "--kv-host-memory" in flags:
+            assert any(load.num_blocks_in for load in loads), "nothing came back from host memory"
 
 
 async def test_a_pair_without_any_flag_gives_the_oracles_answers(

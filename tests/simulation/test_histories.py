@@ -9,7 +9,7 @@ import pytest
 
 from tests.simulation.history import run_history
 
-NUM_HISTORIES = 500
+NUM_HISTORIES = 250
 CHUNK = 25
 
 
@@ -41,7 +41,7 @@ def test_a_history_is_the_same_in_another_process() -> None:
         env={**os.environ, "PYTHONHASHSEED": "12345"},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=250,
         check=True,
     )
     assert done.stdout.split() == [run_history(seed).digest for seed in range(8)]

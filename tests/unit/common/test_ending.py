@@ -22,7 +22,7 @@ atexit.register(print, "late")
 print("said")
 end_with({program})
 """
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == code, done.stderr
     assert done.stdout == "said\n"
     assert bool(done.stderr) == (code == 1)

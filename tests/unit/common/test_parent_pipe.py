@@ -40,4 +40,4 @@ def test_it_ends_when_the_pipe_closes(program: str) -> None:
         child.stdout.readline()
         assert child.poll() is None
         os.close(writer)
-        assert child.wait(10) == 0
+        assert child.wait(250) == 0

@@ -90,7 +90,7 @@ def wait_until_up(child: "subprocess.Popen[str]") -> None:
 
 
 def end(child: "subprocess.Popen[str]") -> tuple[int, str, str]:
-    out, err = child.communicate(timeout=30)
+    out, err = child.communicate(timeout=250)
     return child.returncode, out, err
 
 
@@ -173,7 +173,7 @@ def test_a_wrong_setting_is_one_line_and_exit_2(main: str) -> None:
 def test_standard_streams_may_be_closed(closed: str) -> None:
     """uvloop aborts a process in which the number of one of them is anything else's."""
     main = [sys.executable, "-c", _PROGRAM, "starts_a_child", "-1", "30"]
-    done = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *main], check=False, timeout=30)
+    done = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *main], check=False, timeout=250)
     assert done.returncode == 0
 
 

@@ -135,8 +135,8 @@ async def trickle(writer: asyncio.StreamWriter, sent: bytes) -> None:
 
 @pytest.fixture
 async def impatient() -> AsyncIterator[str]:
-    """A server that gives a request's head a fifth of a second."""
-    runner = GatewayRunner(web.Application(), access_log=None, keepalive_timeout=0.2)
+    """A server that gives a request's head half a second."""
+    runner = GatewayRunner(web.Application(), access_log=None, keepalive_timeout=0.5)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

@@ -140,7 +140,7 @@ async def test_a_stream_that_breaks_ends_in_an_error_and_no_done(
 
 
 async def test_a_stream_past_its_deadline_ends_in_an_error(start_gateway: StartGateway) -> None:
-    gateway = await start_gateway(request_timeout_s=0.05)
+    gateway = await start_gateway(request_timeout_s=0.5)
     gateway.cluster.generate = hangs(gateway.tokenizer.encode("one"))
     _, stream, _ = await gateway.chat(stream=True)
     assert json.loads(events_of(stream)[-1])["error"]["code"] == "deadline_exceeded"

@@ -28,7 +28,7 @@ class Mailbox:
             self._lines.put_nowait([int(word) for word in line.split()])
 
     async def next_pids(self) -> list[int]:
-        return await asyncio.wait_for(self._lines.get(), 10)
+        return await asyncio.wait_for(self._lines.get(), 60)
 
     def close(self) -> None:
         asyncio.get_running_loop().remove_reader(self._fd)

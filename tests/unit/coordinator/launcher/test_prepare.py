@@ -36,7 +36,7 @@ async def test_cancelling_ends_the_process(tmp_path: Path, monkeypatch: pytest.M
     with (tmp_path / "models" / f"{fetch.DEMO_NAME}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # as another process that prepares the demo: ours blocks
         work = asyncio.create_task(prepare(ModelConfig(model="demo"), lambda stage, done, total: waits.set()))
-        await asyncio.wait_for(waits.wait(), 10)
+        await asyncio.wait_for(waits.wait(), 60)
         [child] = psutil.Process().children()
         work.cancel()
         with pytest.raises(asyncio.CancelledError):
