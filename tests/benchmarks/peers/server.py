@@ -1,7 +1,9 @@
 """A peer's server as a child process with its client."""
 
 import asyncio
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -22,6 +24,7 @@ Result = TypeVar("Result")
 READY_WITHIN_S = 300.0
 _LOOK_S = 0.1
 _STOP_WITHIN_S = 10.0
+_LIBC, _PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
 
 
 class PeerServer:
@@ -68,6 +71,7 @@ class PeerServer:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **self._peer.environment()},
                 start_new_session=True,  # Ctrl-C reaches us alone, and we end it
+                preexec_fn=_end_with_parent,
             )
         except OSError as error:
             await self._resources.aclose()
@@ -105,6 +109,11 @@ class PeerServer:
             child.kill()
         async with asyncio.timeout(_STOP_WITHIN_S):
             await self._process.wait()
+
+
+def _end_with_parent() -> None:
+    """In the child: a benchmark that is killed leaves no server behind, not even one that stands still."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _free_port() -> int:
