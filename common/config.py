@@ -139,6 +139,11 @@ class CoordinatorConfig:
         Literal["local", "wait", "fail"],
         Meta(description="Without a prefill node: compute at the decode node, wait for one, or refuse."),
     ] = "local"
+    home_after_s: Annotated[
+        float,
+        AtLeastZero,
+        Meta(description="Where prompts wait longer than this for a prefill node, decode nodes compute some; 0 never."),
+    ] = 2.0
     links: LinkConfig = LinkConfig()
     parent_pipe: Annotated[int, Meta(description="Exit when this file descriptor closes; -1 never.")] = -1
 

@@ -208,7 +208,11 @@ class NodeCard(Part, frozen=True):
 
 
 class NodeLoad(Part, frozen=True):
-    """What a node is doing. Progress is the age of the last finished step or idle probe."""
+    """What a node is doing. Progress is the age of the last finished step or idle probe.
+
+    `prompt_tokens_per_s` is how fast it could compute prompts now, beside what decodes there and without slowing
+    that beyond the node's target; 0 while it has not computed any.
+    """
 
     num_waiting: int = 0
     num_running: int = 0
@@ -219,6 +223,7 @@ class NodeLoad(Part, frozen=True):
     progress_age_s: float = 0.0
     tokens_per_s: float = 0.0
     is_draining: bool = False
+    prompt_tokens_per_s: float = 0.0
     # Counted since the process started:
     num_preemptions: int = 0
     num_generated_tokens: int = 0

@@ -237,6 +237,7 @@ class NodeHost:
             num_calls=self._server.num_calls if self._server else 0,
             progress_age_s=max(0.0, self.clock.now_s() - stats.last_progress_s),
             tokens_per_s=0.0 if is_idle else stats.tokens_per_s,  # the engine's is that of its last steps
+            prompt_tokens_per_s=stats.prompt_tokens_per_s,
             num_preemptions=stats.num_preemptions,
             num_generated_tokens=stats.num_generated_tokens,
             num_computed_prompt_tokens=stats.num_computed_prompt_tokens,

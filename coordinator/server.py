@@ -38,7 +38,7 @@ log = telemetry.logger(__name__)
 
 async def serve(config: CoordinatorConfig, network: Network) -> None:
     """Run a coordinator until cancelled. ConfigError if it cannot listen where it should."""
-    coordinator = Coordinator(prefill_unavailable=config.prefill_unavailable)
+    coordinator = Coordinator(prefill_unavailable=config.prefill_unavailable, home_after_s=config.home_after_s)
     server = await coordinator.listen(config.listen, network)
     log.info("listening", address=server.address)
     try:
@@ -55,11 +55,17 @@ class Coordinator:
         self,
         *,
         prefill_unavailable: PrefillUnavailable = "local",
+        home_after_s: float = 0.0,
         clock: Clock | None = None,
         patience: Patience | None = None,
     ) -> None:
         self._clock = clock or SystemClock()
-        self.state = ClusterState(now_s=self._clock.now_s(), prefill_unavailable=prefill_unavailable, patience=patience)
+        self.state = ClusterState(
+            now_s=self._clock.now_s(),
+            prefill_unavailable=prefill_unavailable,
+            home_after_s=home_after_s,
+            patience=patience,
+        )
         self._is_leaving = False
         self._incarnation = Incarnation(new_id())
         self._server: Server | None = None

@@ -137,7 +137,13 @@ class Words:
     def sent(self) -> SearchStrategy[Any]:
         seconds = SECONDS.filter(lambda seconds: seconds is not None)
         load = self._fields(
-            num_waiting=NUMBERS, free_blocks=NUMBERS, progress_age_s=seconds, tokens_per_s=seconds, num_calls=NUMBERS
+            num_waiting=NUMBERS,
+            num_waiting_tokens=NUMBERS,
+            free_blocks=NUMBERS,
+            progress_age_s=seconds,
+            tokens_per_s=seconds,
+            prompt_tokens_per_s=seconds,
+            num_calls=NUMBERS,
         )
         news = self._fields(added=BYTES, dropped=BYTES, whole=st.booleans())
         signs = st.sampled_from([{"type": "Pulled"}, {"type": "Stop"}])

@@ -153,7 +153,8 @@ class EngineStats(msgspec.Struct, frozen=True):
 
     `num_waiting` are requests and reservations without a place, `num_waiting_tokens` what is still to be computed
     for all that are scheduled. `free_blocks` includes evictable ones. `tokens_per_s` are tokens computed per
-    second of recent step time, prompt and output alike. `last_progress_s` is the clock's time at the end of the
+    second of recent step time, prompt and output alike; `prompt_tokens_per_s` is what it could make of prompts beside
+    what decodes now, 0 while that is not known. `last_progress_s` is the clock's time at the end of the
     last good step or at the last idle moment. `num_taken` are the requests and reservations taken in from the shell,
     `num_taken_tokens` what was to be computed for them.
     """
@@ -164,6 +165,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     free_blocks: int = 0
     leased_blocks: int = 0
     tokens_per_s: float = 0.0
+    prompt_tokens_per_s: float = 0.0
     last_progress_s: float = 0.0
     num_steps: int = 0
     num_preemptions: int = 0

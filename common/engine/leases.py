@@ -56,6 +56,11 @@ class Leases:
         """Blocks in block tables of leases; one shared by two of them counts twice."""
         return self._num_blocks
 
+    @property
+    def has_wanted(self) -> bool:
+        """Whether a reservation waits."""
+        return bool(self._wanted)
+
     def __contains__(self, request: RequestId) -> bool:
         return request in self._wanted or request in self._held
 

@@ -314,6 +314,7 @@ class Engine:
             free_blocks=self._pool.num_free,
             leased_blocks=scheduler.num_leased_blocks,
             tokens_per_s=meter.tokens_per_s,
+            prompt_tokens_per_s=scheduler.pace.prompt_tokens_per_s,
             last_progress_s=self._last_progress_s,
             num_steps=meter.num_steps,
             num_preemptions=scheduler.num_preemptions,

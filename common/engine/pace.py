@@ -33,6 +33,7 @@ class Pace:
         self._pulls = Fit((1.0, 64.0))  # the pull, tokens
         self._copies = Fit((1.0,))  # blocks
         self._knows_prompts = False
+        self._asked = 0, first_tokens  # decodes and the most prompt tokens of the last step that was asked for
 
     # --- what was seen -------------------------------------------------------------------------------------
 
@@ -52,6 +53,7 @@ class Pace:
 
     def prompt_tokens(self, num_decodes: int, *, most: int) -> int:
         """Prompt tokens for a step beside so many decodes: rules 1 and 2. At least a block, at most `most`."""
+        self._asked = num_decodes, most
         if not self._knows_prompts:
             return min(self._first_tokens, most)
         token_s, start_s, decode_s = self._steps.costs()
@@ -60,6 +62,17 @@ class Pace:
         if left_s >= token_s * most:
             return most
         return min(max(int(left_s / token_s) if token_s and left_s > 0.0 else 0, self._block_size), most)
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        """What steps like the one that was asked for last can make of prompts; 0 while nothing is known of them."""
+        if not self._knows_prompts:
+            return 0.0
+        num_decodes, most = self._asked
+        num_tokens = self.prompt_tokens(num_decodes, most=most)
+        token_s, start_s, decode_s = self._steps.costs()
+        step_s = start_s + decode_s * num_decodes + token_s * num_tokens
+        return num_tokens / step_s if step_s > 0.0 else 0.0
 
     def _limit_s(self, decodes_s: float) -> float:
         if not decodes_s or not self._itl_target_s:

@@ -28,6 +28,7 @@ is a prompt, whether it never ran, lost its blocks or came with some of them; th
    had least (`fair`), and there the oldest. Waiting ones are admitted in their order among them, after
    running ones of the same class and tenant. The limits are tokens and, through `Pace`, seconds.
 6. Several answers to one prompt are one request until its first token, then several that share blocks (`forks`).
+7. A reservation never waits for others' arithmetic: a request before it gets its place and blocks at once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -197,7 +198,9 @@ class Scheduler:
         return plan
 
     def grant(self) -> tuple[RequestId, Lease] | None:
-        """The reservation that is first of all that wait, if it fits beside the running ones."""
+        """The reservation that is first of all that wait, if it fits beside the running ones: rules 1 and 7."""
+        while self._leases.has_wanted and (first := self._next()) is not None and self._admit(first):
+            pass
         id = self._queue.first
         if id is None or id in self._roster.requests:
             return None
@@ -271,8 +274,7 @@ class Scheduler:
         whole = self._sizes.is_whole(request)  # rule 4
         need = self._blocks_for(self._sizes.longest(request) - 1 if whole else len(request.tokens))
         spare = 0 if whole or not roster.running else 1 + self._forks.of(request.id)
-        blocks = self._pool.claim(shared, need - len(shared), spare=spare)
-        if blocks is None:
+        if (blocks := self._pool.claim(shared, need - len(shared), spare=spare)) is None:
             return False
         self._queue.serve(request.id)
         if not request.turn:
@@ -388,9 +390,8 @@ class Scheduler:
             raise InvalidTransition(f"request {id} is already here")
 
     def check_invariants(self) -> None:
-        self._roster.check_invariants()
-        self._leases.check_invariants()
-        self._queue.check_invariants()
+        for part in (self._roster, self._leases, self._queue):
+            part.check_invariants()
         wanted = [id for id in self._leases.ids if self._leases.peek(id) is None]
         assert sorted(self._queue.ids) == sorted([*self._roster.waiting, *wanted])
         held = [*self._roster.running, *self._roster.ready]

@@ -13,9 +13,15 @@
    none has one, the policy says whether the prompt is computed at the decode node (`local`), the request refused
    until a partner comes (`wait`), or refused (`fail`).
 6. With `first_token_s` only nodes are considered that can have the prompt computed by then, at the speed that they
-   showed of late; a node whose speed is unknown may try. A request that only late nodes could serve is refused with
+   report; a node whose speed is unknown may try. A request that only late nodes could serve is refused with
    the time that they are late. Priority changes nothing: what waits is not reported by class, and an estimate that
    takes all of it only errs on the side of refusing who would be served first.
+7. Where prefill is the bottleneck prompts are computed at home: under the policy `local`, and if what waits at the
+   prefill node that is first by rule 2 takes it longer than `home_after_s`, on the decode node with room that would
+   have the prompt computed first, if even 2.5 times the time that this takes is no later than the prefill node. The
+   margin is for the streams that begin to decode there meanwhile and slow it. A decode node reports the speed that it
+   has beside its streams without slowing them beyond its target; one that has computed no prompt yet is taken to be
+   as fast as the prefill node. So an idle prefill node gets every prompt, and a burst is split.
 """
 
 from collections.abc import Sequence
@@ -31,6 +37,7 @@ RETRY_AFTER_S = 1.0
 _HOME_BLOCKS = 2
 _WARMTH_REQUESTS = 2.0
 _WARMTH_SHARE = 0.25
+_HOME_MARGIN = 2.5
 
 PrefillUnavailable = Literal["local", "wait", "fail"]
 
@@ -49,7 +56,6 @@ class Candidate:
     routed_tokens: int = 0
     routed_blocks: int = 0
     num_cached_blocks: int = 0
-    prompt_tokens_per_s: float = 0.0
 
     @property
     def num_requests(self) -> int:
@@ -68,14 +74,18 @@ class Candidate:
         block_size = self.card.layout.block_size
         return num_tokens - min(self.num_cached_blocks, max(0, num_tokens - 1) // block_size) * block_size
 
+    @property
+    def waiting_tokens(self) -> int:
+        return self.load.num_waiting_tokens + self.routed_tokens
+
     def tokens_until_computed(self, num_tokens: int) -> int:
-        return self.load.num_waiting_tokens + self.routed_tokens + self.uncached_tokens(num_tokens)
+        return self.waiting_tokens + self.uncached_tokens(num_tokens)
 
     def late_s(self, route: Route) -> float:
         """By how much the first token would miss its time; 0 if it would not, or nobody knows."""
-        if route.first_token_s is None or not self.prompt_tokens_per_s:
+        if route.first_token_s is None or not self.load.prompt_tokens_per_s:
             return 0.0
-        first_token_s = self.tokens_until_computed(route.num_tokens) / self.prompt_tokens_per_s
+        first_token_s = self.tokens_until_computed(route.num_tokens) / self.load.prompt_tokens_per_s
         return max(0.0, first_token_s - route.first_token_s)
 
     def holds_nearly_all(self, num_tokens: int) -> bool:
@@ -87,7 +97,9 @@ def blocks_for(card: NodeCard, num_tokens: int) -> int:
     return -(-num_tokens // card.layout.block_size)
 
 
-def choose(route: Route, nodes: Sequence[Candidate], *, prefill_unavailable: PrefillUnavailable) -> Routed:
+def choose(
+    route: Route, nodes: Sequence[Candidate], *, prefill_unavailable: PrefillUnavailable, home_after_s: float = 0.0
+) -> Routed:
     """Where the request goes; `nodes` are all that serve its model, whatever their state.
 
     UnavailableError if nobody can serve it now, NoPrefillError if the policy forbids who could, OverloadedError if
@@ -99,9 +111,13 @@ def choose(route: Route, nodes: Sequence[Candidate], *, prefill_unavailable: Pre
     if not decodes:
         raise _no_decode(route, nodes)
     punctual = [prefill for prefill in prefills if not prefill.late_s(route)]
+    may_stay = prefill_unavailable == "local" and home_after_s > 0.0
+    sooner = _sooner_at_home(route, decodes, prefills, home_after_s) if may_stay else None
     for decode in decodes:
         if decode.holds_nearly_all(route.num_tokens) and not decode.late_s(route):
             return Routed(_address(decode), why="cached-at-home")
+        if sooner is not None:
+            return Routed(_address(sooner), why="home-faster")
         for prefill in punctual:
             if _fits_pair(prefill.card, decode.card, route.num_tokens):
                 why = "cached-prefix" if prefill.num_cached_blocks else "least-loaded"
@@ -134,6 +150,26 @@ def _partner(decodes: Sequence[Candidate], prefills: Sequence[Candidate], num_to
         if any(_fits_pair(prefill.card, decode.card, num_tokens) for decode in decodes):
             return prefill
     return None
+
+
+def _sooner_at_home(
+    route: Route, decodes: Sequence[Candidate], prefills: Sequence[Candidate], home_after_s: float
+) -> Candidate | None:
+    """Rule 7. `decodes` and `prefills` by rank."""
+    num_tokens = route.num_tokens
+    prefill = _partner(decodes, prefills, num_tokens)
+    homes = [node for node in decodes if not node.is_full(num_tokens) and not node.late_s(route)]
+    if prefill is None or not homes:
+        return None
+    speed = prefill.load.prompt_tokens_per_s
+    if not prefill.waiting_tokens > home_after_s * speed > 0.0:
+        return None
+
+    def computed_s(node: Candidate) -> float:
+        return node.tokens_until_computed(num_tokens) / (node.load.prompt_tokens_per_s or speed)
+
+    home = min(homes, key=computed_s)
+    return home if _HOME_MARGIN * computed_s(home) <= computed_s(prefill) else None
 
 
 def _prefills_by_rank(nodes: Sequence[Candidate], num_tokens: int) -> list[Candidate]:

@@ -5,12 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.messages import CACHE_NAME_BYTES, CacheNews, NodeCard, NodeLoad, NodeState, Role
+from common.messages import CACHE_NAME_BYTES, CacheNews, NodeCard, NodeLoad, NodeState
 from coordinator.core.events import ConnectionId
 from coordinator.core.policy import Candidate, blocks_for
-
-_SPEED_KEPT = 0.99
-"""Of the best speed, at every report that shows a lower one."""
 
 
 class Phase(StrEnum):
@@ -61,25 +58,16 @@ class NodeRecord:
     phase: Phase = Phase.READY
     reason: str = ""
     misfit: str = ""
-    prompt_tokens_per_s: float = 0.0
-    """The best speed of late while prompts were computed, 0 if none was seen. A step with little to do shows less
-    than the node can, and one that only writes shows nothing of how it reads."""
     shares: deque[Share] = field(default_factory=deque)  # routed since the last report
     cached: set[bytes] = field(default_factory=set)  # names of blocks, for look-ups only: its order decides nothing
 
     def report(self, load: NodeLoad, cache: CacheNews | None, *, now_s: float, settle_s: float) -> None:
-        self._see_speed(load)
         self.load = load
         self.reported_s = now_s
         if cache is not None:
             self._see_cache(cache)
         while self.shares and self.shares[0].routed_s <= now_s - settle_s:
             self.shares.popleft()
-
-    def _see_speed(self, load: NodeLoad) -> None:
-        reads = load.num_computed_prompt_tokens > self.load.num_computed_prompt_tokens
-        if load.tokens_per_s and (reads or self.card.role is Role.PREFILL):
-            self.prompt_tokens_per_s = max(load.tokens_per_s, self.prompt_tokens_per_s * _SPEED_KEPT)
 
     def _see_cache(self, news: CacheNews) -> None:
         if news.whole:
@@ -109,7 +97,6 @@ class NodeRecord:
             routed_tokens=sum(share.tokens for share in self.shares),
             routed_blocks=sum(share.blocks for share in self.shares),
             num_cached_blocks=next((n for n, name in enumerate(prefix) if name not in self.cached), len(prefix)),
-            prompt_tokens_per_s=self.prompt_tokens_per_s,
         )
 
     def book(self, num_tokens: int, *, uncached: int, computed: int, now_s: float) -> None:

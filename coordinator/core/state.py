@@ -90,9 +90,15 @@ class ClusterState:
     """`history` holds the latest moves, `num_moves` counts them all."""
 
     def __init__(
-        self, *, now_s: float, prefill_unavailable: PrefillUnavailable = "local", patience: Patience | None = None
+        self,
+        *,
+        now_s: float,
+        prefill_unavailable: PrefillUnavailable = "local",
+        home_after_s: float = 0.0,
+        patience: Patience | None = None,
     ) -> None:
         self._prefill_unavailable: PrefillUnavailable = prefill_unavailable
+        self._home_after_s = home_after_s
         self._patience = patience or Patience()
         self._nodes: dict[NodeId, NodeRecord] = {}  # in order of registration
         self._connections: dict[ConnectionId, NodeId] = {}
@@ -200,7 +206,9 @@ class ClusterState:
             self._check_model(route.model, now_s)
             prefix = block_names(route.prefix)
             nodes = [node.candidate(prefix) for node in self._peers(route.model)]
-            routed = choose(route, nodes, prefill_unavailable=self._prefill_unavailable)
+            routed = choose(
+                route, nodes, prefill_unavailable=self._prefill_unavailable, home_after_s=self._home_after_s
+            )
         except BatonError as error:
             return RefuseRoute(event.ask, WireError.of(error))
         self._book(route, routed, nodes, now_s)

@@ -260,6 +260,7 @@ class Gateway:
             output_tokens=num_output_tokens,
             attempts=session.attempt,
             path=session.path,
+            routed=None if session.routed is None else session.routed.why,
             **{f"{phase}_s": round(seconds, 4) for phase, seconds in session.phases().items()},
         )
 

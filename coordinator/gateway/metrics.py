@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from coordinator.gateway import replies
 from coordinator.gateway.session import Session
+from coordinator.gateway.session_events import SessionStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -98,6 +99,13 @@ class GatewayMetrics:
             registry=registry,
         )
 
+        self.routes = Counter(
+            "baton_routes",
+            "Attempts routed, by the rule that decided (see coordinator/core/policy.py)",
+            ("why",),
+            registry=registry,
+        )
+
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
@@ -109,6 +117,9 @@ class GatewayMetrics:
         self.attempts.inc(session.attempt)
         self.failovers.inc(session.num_failovers)
         self.moves.inc(session.num_moves)
+        for entry in session.history:
+            if entry.status is SessionStatus.WAITING:  # routed, and why so
+                self.routes.labels(entry.why).inc()
         for path in session.paths:
             self.prompts.labels(replies.PATHS.get(path, path)).inc()
         self.duration.observe(session.history[-1].at_s - session.created_s)

@@ -101,6 +101,8 @@ class Cluster:
         self.network = MemoryNetwork(clock=self.clock, times=TIMES)
         self.coordinators = [COORDINATOR]
         """Where nodes that are started register, and what a gateway is given."""
+        self.home_after_s = 0.0
+        """Of coordinators that are started from now on."""
         self.nodes: dict[str, Node] = {}
         self.faults = Faults()
         self._transport = FaultyTransport(MemoryTransport(), self.faults)
@@ -135,7 +137,7 @@ class Cluster:
         self.network.kill(COORDINATOR)
 
     async def start_coordinator(self) -> None:
-        self.coordinator = Coordinator(clock=self.clock, patience=Patience())
+        self.coordinator = Coordinator(clock=self.clock, patience=Patience(), home_after_s=self.home_after_s)
         self.coordinator_incarnation = await self._run(self.coordinator, COORDINATOR)
 
     async def second_coordinator(self) -> Coordinator:

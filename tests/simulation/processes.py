@@ -33,6 +33,7 @@ BLOCK_SIZE = 4
 MAX_MODEL_LEN = 256
 REPORT_S = 1.0
 IDLE_S = 0.5
+HOME_AFTER_S = 0.02
 PATIENCE = Patience(silence_s=2.0, progress_s=3.0, model_memory_s=600.0)
 
 
@@ -89,7 +90,7 @@ class CoordinatorProcess(Running):
 
     def __init__(self, name: str, world: Surroundings, *, address: str) -> None:
         self.address = address
-        self.coordinator = Coordinator(clock=world.clock, patience=PATIENCE)
+        self.coordinator = Coordinator(clock=world.clock, patience=PATIENCE, home_after_s=HOME_AFTER_S)
         super().__init__(name, world, incarnation=self.coordinator._incarnation)
 
     async def _begin(self, life: AsyncExitStack) -> None:

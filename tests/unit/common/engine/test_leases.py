@@ -166,6 +166,35 @@ def test_a_reservation_does_not_pass_a_request_that_waits_for_blocks_nor_the_oth
     rig.assert_empty()
 
 
+def test_a_reservation_does_not_wait_until_prompts_before_it_have_their_turn_in_a_step() -> None:
+    rig = Rig(max_step_tokens=16)
+    for number in range(3):
+        rig.admit(f"home-{number}", prompt(64, number), 2)
+    rig.reserve("away", prompt(32, 9))
+    rig.step()
+    assert list(rig.reserved) == ["away"], "there are blocks for all of them"
+    assert [chunk.request.id for chunk in rig.plans[0].chunks] == ["home-0"]
+    rig.release("away")
+    rig.run()
+    rig.assert_right("home-0", "home-1", "home-2")
+    assert list(rig.finished) == ["home-0", "home-1", "home-2"]
+    rig.assert_empty()
+
+
+def test_prompts_before_a_reservation_have_their_blocks_first() -> None:
+    rig = Rig(8, max_step_tokens=16)
+    rig.admit("home-0", prompt(48, 0), 2)
+    rig.admit("home-1", prompt(48, 1), 2)
+    rig.reserve("away", prompt(32, 9))
+    rig.step()
+    assert not rig.reserved, "two blocks are left, one of which each running one may ask for"
+    rig.run()
+    assert list(rig.reserved) == ["away"]
+    rig.release("away")
+    rig.assert_right("home-0", "home-1")
+    rig.assert_empty()
+
+
 def test_leases_that_starve_the_running_are_reported_once_and_again_after_one_was_given_back_in_vain() -> None:
     rig = Rig(4, prefix_cache=False)
     rig.reserve("a", prompt(16, 1))

@@ -76,6 +76,35 @@ def test_a_block_goes_in_however_slow_the_machine() -> None:
     assert taught(start_s=1.0, decode_s=0.1, token_s=1.0).prompt_tokens(8, most=5) == 5
 
 
+# --- the speed at prompts ------------------------------------------------------------------------------------
+
+
+def test_nothing_is_said_of_the_speed_at_prompts_before_one_was_computed() -> None:
+    pace = a_pace()
+    assert pace.prompt_tokens_per_s == 0.0
+    pace.observe_step(8, 0, 0.05)
+    pace.prompt_tokens(8, most=512)
+    assert pace.prompt_tokens_per_s == 0.0
+
+
+@pytest.mark.parametrize("num_decodes", [0, 4, 12])
+def test_the_speed_at_prompts_is_what_a_step_beside_the_decodes_makes_of_them(num_decodes: int) -> None:
+    pace = taught(start_s=0.02, decode_s=0.003, token_s=0.0005)
+    num_tokens = pace.prompt_tokens(num_decodes, most=512)
+    expected = num_tokens / (0.02 + 0.003 * num_decodes + 0.0005 * num_tokens)
+    assert pace.prompt_tokens_per_s == pytest.approx(expected, rel=0.03)
+
+
+def test_streams_take_from_the_speed_at_prompts() -> None:
+    pace = taught(start_s=0.02, decode_s=0.003, token_s=0.0005)
+    speeds = []
+    for num_decodes in (0, 1, 8, 20):
+        pace.prompt_tokens(num_decodes, most=512)
+        speeds.append(pace.prompt_tokens_per_s)
+    assert speeds == sorted(speeds, reverse=True)
+    assert speeds[0] > 2 * speeds[-1] > 0
+
+
 # --- chunks for a reader -------------------------------------------------------------------------------------
 
 

@@ -36,9 +36,14 @@ PATIENCE = Patience(
 class Cluster:
     """A ClusterState with a clock, its invariants checked after every event."""
 
-    def __init__(self, prefill_unavailable: PrefillUnavailable = "local") -> None:
+    def __init__(self, prefill_unavailable: PrefillUnavailable = "local", *, home_after_s: float = 0.0) -> None:
         self.now_s = 100.0
-        self.state = ClusterState(now_s=self.now_s, prefill_unavailable=prefill_unavailable, patience=PATIENCE)
+        self.state = ClusterState(
+            now_s=self.now_s,
+            prefill_unavailable=prefill_unavailable,
+            home_after_s=home_after_s,
+            patience=PATIENCE,
+        )
 
     def feed(self, event: ClusterEvent, *, after_s: float = 0.0) -> list[ClusterCommand]:
         self.now_s += after_s

@@ -58,7 +58,7 @@ def event_of(frame: CallerFrame, number: int) -> ClusterEvent:
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.lists(FRAMES, min_size=5, max_size=15))
 def test_nonsense_breaks_nothing(frames: list[object]) -> None:
-    state = ClusterState(now_s=0.0)
+    state = ClusterState(now_s=0.0, home_after_s=1.0)
     for number, packed in enumerate(frames):
         try:
             [frame] = decode_from_caller(pack([packed]))

@@ -14,10 +14,11 @@ def route(
     exclude: tuple[str, ...] = (),
     policy: Any = "local",
     first_token_s: float | None = None,
+    home_after_s: float = 0.0,
 ) -> Routed:
     body = Route("tiny", num_tokens, tuple(Incarnation(name) for name in exclude), first_token_s=first_token_s)
     prefill_unavailable: PrefillUnavailable = policy
-    return choose(body, nodes, prefill_unavailable=prefill_unavailable)
+    return choose(body, nodes, prefill_unavailable=prefill_unavailable, home_after_s=home_after_s)
 
 
 def names(routed: Routed) -> tuple[str | None, str]:

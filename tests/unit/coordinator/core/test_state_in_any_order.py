@@ -53,7 +53,7 @@ loads = strategies.builds(
     num_waiting_tokens=strategies.integers(0, 50),
     free_blocks=strategies.integers(0, 10),
     progress_age_s=strategies.sampled_from([0.0, 1.0, 3.0]),
-    tokens_per_s=strategies.sampled_from([0.0, 10.0]),
+    prompt_tokens_per_s=strategies.sampled_from([0.0, 10.0]),
     is_draining=strategies.sampled_from([False, False, True]),
 )
 cards = strategies.builds(
@@ -76,11 +76,16 @@ gateways = strategies.none() | strategies.sampled_from(["gateway-0", "gateway-1"
 class AnyOrder(RuleBasedStateMachine):
     """The model kept beside the state: who holds which connection and name, and when each reported last."""
 
-    @initialize(policy=strategies.sampled_from(["local", "wait", "fail"]), cards=strategies.lists(cards, max_size=5))
-    def start(self, policy: PrefillUnavailable, cards: list[NodeCard]) -> None:
+    @initialize(
+        policy=strategies.sampled_from(["local", "wait", "fail"]),
+        home_after_s=strategies.sampled_from([0.0, 0.5]),
+        cards=strategies.lists(cards, max_size=5),
+    )
+    def start(self, policy: PrefillUnavailable, home_after_s: float, cards: list[NodeCard]) -> None:
         self.now_s = 0.0
-        self.state = ClusterState(now_s=0.0, prefill_unavailable=policy, patience=PATIENCE)
+        self.state = ClusterState(now_s=0.0, prefill_unavailable=policy, home_after_s=home_after_s, patience=PATIENCE)
         self.policy = policy
+        self.home_after_s = home_after_s
         self.numbers = itertools.count()
         self.seen: list[NodeCard] = []
         self.alive: dict[str, tuple[ConnectionId, NodeCard]] = {}
@@ -232,6 +237,10 @@ class AnyOrder(RuleBasedStateMachine):
             assert pair_mismatch(prefill, decode) is None
         elif answer.routed.why == "cached-at-home":
             assert BLOCKS[0] in self.caches[decode.incarnation]
+        elif answer.routed.why == "home-faster":
+            assert self.home_after_s > 0
+            assert self.policy == "local"
+            assert prefills
         else:
             assert self.policy == "local"
             assert not any(

@@ -144,11 +144,10 @@ def ask_soon(cluster: Cluster, within_s: float) -> ClusterCommand:
     return command
 
 
-def test_the_speed_of_a_busy_node_is_remembered_while_it_reports_none(cluster: Cluster) -> None:
+def test_who_waits_for_whom_is_predicted_by_the_speed_that_a_node_reports(cluster: Cluster) -> None:
     cluster.register(1, make_card("decode-0"))
     cluster.register(2, make_card("prefill-0"))
-    cluster.report(2, NodeLoad(free_blocks=100, tokens_per_s=50.0))
-    cluster.report(2)
+    cluster.report(2, NodeLoad(free_blocks=100, prompt_tokens_per_s=50.0))
     assert isinstance(ask_soon(cluster, 2.0), AnswerRoute)
     refusal = ask_soon(cluster, 2.0)  # behind the first
     assert isinstance(refusal, RefuseRoute)
@@ -156,22 +155,39 @@ def test_the_speed_of_a_busy_node_is_remembered_while_it_reports_none(cluster: C
     assert isinstance(ask_soon(cluster, 4.0), AnswerRoute)
 
 
-def test_the_best_speed_fades_slowly(cluster: Cluster) -> None:
-    cluster.register(2, make_card("prefill-0"))
-    record = cluster.state._nodes[NodeId("prefill-0")]
-    for reported in (100.0, 50.0, 50.0, 200.0):
-        cluster.report(2, NodeLoad(tokens_per_s=reported))
-    assert record.prompt_tokens_per_s == 200.0
-    for _ in range(500):
-        cluster.report(2, NodeLoad(tokens_per_s=50.0))
-    assert record.prompt_tokens_per_s == 50.0
+# --- computed at home ------------------------------------------------------------------------------------------
 
 
-def test_the_speed_of_writing_predicts_nothing_about_reading(cluster: Cluster) -> None:
-    cluster.register(1, make_card("decode-0"))
-    cluster.report(1, NodeLoad(free_blocks=100, tokens_per_s=5.0, num_generated_tokens=50))
-    assert isinstance(ask_soon(cluster, 1.0), AnswerRoute)
-    cluster.report(1, NodeLoad(free_blocks=100, tokens_per_s=20.0, num_computed_prompt_tokens=100), after_s=1)
-    refusal = ask_soon(cluster, 1.0)
-    assert isinstance(refusal, RefuseRoute)
-    assert refusal.error.retry_after_s == 4.0
+def burst(cluster: Cluster, count: int, num_tokens: int) -> list[str]:
+    """Where each prompt is computed: the first letter of the node."""
+    computed = []
+    for _ in range(count):
+        answer = cluster.route(num_tokens=num_tokens)
+        assert isinstance(answer, AnswerRoute)
+        computed.append("d" if answer.routed.prefill is None else "p")
+    return computed
+
+
+@pytest.mark.parametrize(
+    ("prefill_speed", "decode_speed", "fewest", "most"),
+    [(1000.0, 1000.0, 7, 10), (1000.0, 0.0, 7, 10), (1000.0, 250.0, 1, 4), (250.0, 1000.0, 18, 22)],
+)
+def test_a_burst_is_split_by_speed_before_any_report_comes(
+    prefill_speed: float, decode_speed: float, fewest: int, most: int
+) -> None:
+    cluster = Cluster(home_after_s=2.0)
+    for connection, name, speed in ((1, "decode-0", decode_speed), (2, "prefill-0", prefill_speed)):
+        cluster.register(connection, make_card(name, num_blocks=1000))
+        cluster.report(connection, NodeLoad(free_blocks=1000, prompt_tokens_per_s=speed))
+    computed = burst(cluster, 32, 256)
+    queue_s = 2.0 * prefill_speed / 256
+    assert computed[: int(queue_s) + 1] == ["p"] * (int(queue_s) + 1), "no queue is worth it yet"
+    assert fewest <= computed.count("d") <= most
+
+
+def test_a_burst_behind_prefill_stays_there_where_nothing_is_computed_at_home() -> None:
+    cluster = Cluster(home_after_s=0.0)
+    for connection, name in ((1, "decode-0"), (2, "prefill-0")):
+        cluster.register(connection, make_card(name, num_blocks=1000))
+        cluster.report(connection, NodeLoad(free_blocks=1000, prompt_tokens_per_s=1000.0))
+    assert burst(cluster, 32, 256) == ["p"] * 32
