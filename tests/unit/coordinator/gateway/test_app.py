@@ -147,6 +147,15 @@ async def test_a_header_says_which_path_was_taken(gateway: RunningGateway, strea
     }
 
 
+async def test_attempts_are_counted_by_the_rule_that_routed_them(gateway: RunningGateway) -> None:
+    for why in ("least-loaded", "home-faster", "home-faster"):
+        gateway.cluster.route = lambda route, why=why: Routed(address("d1"), None, why)
+        await gateway.chat()
+    _, metrics = await gateway.get("/metrics")
+    counts = {line for line in metrics.splitlines() if line.startswith("baton_routes_total")}
+    assert counts == {'baton_routes_total{why="least-loaded"} 1.0', 'baton_routes_total{why="home-faster"} 2.0'}
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_lost_node_is_no_news_for_the_client(gateway: RunningGateway, stream: bool) -> None:
     tokens = [*gateway.tokenizer.encode(ANSWER), 1]
