@@ -149,6 +149,8 @@ class Offer(Part, frozen=True):
 class Sampling(Part, frozen=True):
     """How tokens are drawn. Noise is keyed by (seed, choice, position in the sequence), nothing else.
 
+    `scored`: each is told with its log-probability, which the model gave it whatever temperature and filters.
+
     `max_tokens` counts from the end of the prompt, also when a call carries tokens already delivered.
     `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 filter nothing.
     """
@@ -159,6 +161,7 @@ class Sampling(Part, frozen=True):
     top_p: float = 1.0
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    scored: bool = False
 
 
 class Branch(Part, frozen=True):
@@ -177,6 +180,8 @@ class Drawn(Part, frozen=True):
 
     token: int
     finish: FinishReason | None = None
+    logprob: float | None = None
+    """With `Sampling.scored`, as everywhere."""
 
 
 class NodeAddress(Part, frozen=True):
@@ -464,6 +469,8 @@ class Tokens(Message, frozen=True):
     start: int | None = None
     """In a choice's first item: the place in the sequence of its first token."""
     choice: int = 0
+    logprob: float | None = None
+    """Sum over `tokens`."""
 
 
 class Leaving(Message, frozen=True):
@@ -493,6 +500,7 @@ class PrefillDone(Message, frozen=True):
     cached_tokens: int = 0
     phases: dict[str, float] | None = None
     others: tuple[Drawn, ...] = ()
+    logprob: float | None = None
 
 
 class HandedOver(Message, frozen=True):

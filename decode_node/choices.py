@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from common.engine.events import Reserve
 from common.engine.request import EngineRequest, sampling_of
 from common.messages import Branch, Generate, HandedOver, RequestId
 
@@ -32,7 +33,8 @@ class Choices:
         self._body = body
         self._deadline_s = deadline_s
         self._is_one = not body.branches
-        self._by_id: dict[RequestId, Choice] = {}
+        self.by_id: dict[RequestId, Choice] = {}
+        """Those that are in the engine, or were."""
         self.ids = [id, *(RequestId(f"{id}/{place}") for place in range(1, len(body.branches)))]
         """Names in the engine, for those that are open when it gets them; the call's own id comes first."""
         self._set(body.tokens, body.branches or (Branch(0),))
@@ -64,11 +66,6 @@ class Choices:
         """An open one."""
         return next((choice for choice in self._all if choice.index == index and choice.is_open), None)
 
-    def of(self, id: RequestId) -> Choice | None:
-        """Whoever has that name in the engine, if it is open."""
-        choice = self._by_id.get(id)
-        return choice if choice is not None and choice.is_open else None
-
     @property
     def first_running(self) -> RequestId:
         """In the engine: one of those that are there, which all have the shared blocks."""
@@ -98,11 +95,15 @@ class Choices:
 
     # --- to the engine -------------------------------------------------------------------------------------
 
+    def reservation(self) -> Reserve:
+        """Room for what they share."""
+        return Reserve(self.ids[0], list(self.shared), self._body.origin, self._deadline_s, len(self._all) - 1)
+
     def requests(self) -> list[EngineRequest]:
         """The open ones; the first bears the call's own id, and the others fork from it."""
         body = self._body
-        self._by_id = dict(zip(self.ids, self.open, strict=False))
-        for id, choice in self._by_id.items():
+        self.by_id = dict(zip(self.ids, self.open, strict=False))
+        for id, choice in self.by_id.items():
             choice.id = id
         return [
             EngineRequest(
@@ -113,5 +114,5 @@ class Choices:
                 origin=body.origin,
                 deadline_s=self._deadline_s,
             )
-            for id, choice in self._by_id.items()
+            for id, choice in self.by_id.items()
         ]

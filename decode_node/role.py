@@ -21,15 +21,14 @@
    stopped there and goes on here from the tokens that it had by then. If anything of that fails the call ends:
    the other node goes on, or its caller asks anew.
 9. Several answers to one prompt (`choices`) are one reservation, one Prefill call and one transfer, then as many
-   requests in the engine. Each has its own first token, finish and end; the call ends with the last of them. One that
-   is not wanted any more (`StopChoice`) is let go of alone.
+   requests in the engine, each with its own end. The call ends with the last; `StopChoice` lets one go alone.
 10. A node that is drained itself says so to whoever could have a running request taken over, and lets go of
    it (MOVED) once it is, or when the time is over; what does not run yet it lets go of at once.
 """
 
 from math import inf
 
-from common.engine.events import Admit, Failed, Release, Reserve, Reserved
+from common.engine.events import Admit, Failed, Release, Reserved
 from common.engine.request import Progress
 from common.errors import BatonError, InternalError, InvalidTransition, MovedError, UnavailableError
 from common.messages import (
@@ -93,7 +92,6 @@ class GenerateCall:
         self._body = body
         self._id = id  # unique in this engine; the request's own id may come twice (another attempt)
         self._layout = layout
-        self._deadline_s = deadline_s
         self._choices = Choices(body, id, deadline_s)
         self._blocks: tuple[BlockId, ...] = ()
         self._landed: list[bool] = []  # by block index of the reservation
@@ -155,7 +153,7 @@ class GenerateCall:
                 return self._admit(now_s)
             if self._wants_one_token:  # rule 6: it comes from prefill, nothing to reserve
                 return self._ask_prefill(now_s)
-        return [self._reserve()]
+        return [self._choices.reservation()]
 
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
         if self.state is State.ENDED:
@@ -250,10 +248,11 @@ class GenerateCall:
         self._move(State.PULLING, now_s)
         self.num_cached = max(self.num_cached, event.cached_tokens)
         commands: list[Command] = []
-        for choice, one in zip(self._choices, (Drawn(event.token, event.finish), *event.others), strict=True):
+        drawn = Drawn(event.token, event.finish, event.logprob), *event.others
+        for choice, one in zip(self._choices, drawn, strict=True):
             # One that had tokens before had this one too: it is a fact.
             if choice.is_open and len(choice.tokens) == len(self._choices.shared):
-                commands += self._pass_on(choice, one, now_s)
+                commands += self._pass_on(choice, one.token, one, now_s)
         return commands + self._start_if_complete(now_s)
 
     def _pull_ended(self, event: PullEnded, now_s: float) -> list[Command]:
@@ -297,25 +296,29 @@ class GenerateCall:
         return self._let_go(State.DECODING, now_s)
 
     def _progressed(self, event: Progress, now_s: float) -> list[Command]:
-        choice = self._choices.of(event.request)
-        if event.token is None or choice is None:
+        choice = self._choices.by_id.get(event.request)
+        if event.token is None or choice is None or not choice.is_open:
             return []
         choice.is_running = True
         if choice.is_unwanted:
             return self._let_choice_go(choice, now_s)
-        if self.path is not Path.PREFILL:
-            self.num_cached = max(self.num_cached, event.num_cached)
-        return self._pass_on(choice, Drawn(event.token, event.finish), now_s)
+        if self.path is not Path.PREFILL and event.num_cached > self.num_cached:
+            self.num_cached = event.num_cached
+        return self._pass_on(choice, event.token, event, now_s)
 
-    def _pass_on(self, choice: Choice, drawn: Drawn, now_s: float) -> list[Command]:
+    def _pass_on(self, choice: Choice, token: int, drawn: Drawn | Progress, now_s: float) -> list[Command]:
         start = None if choice.has_emitted else len(choice.tokens)
-        choice.tokens.append(drawn.token)
         choice.has_emitted = True
-        choice.is_open = drawn.finish is None
-        is_over = not choice.is_open and not self._choices.open
+        choice.tokens.append(token)
+        finish = drawn.finish
+        if finish is None:
+            tokens = Tokens([token], None, self.num_cached, None, self.path, start, choice.index, drawn.logprob)
+            return [Emit(tokens)]
+        choice.is_open = False
+        is_over = not self._choices.open
         phases = self.phases(now_s) if is_over else None
-        emit = Emit(Tokens([drawn.token], drawn.finish, self.num_cached, phases, self.path, start, choice.index))
-        return [emit, *self._end(now_s)] if is_over else [emit]
+        tokens = Tokens([token], finish, self.num_cached, phases, self.path, start, choice.index, drawn.logprob)
+        return [Emit(tokens), *self._end(now_s)] if is_over else [Emit(tokens)]
 
     # --- leaving ----------------------------------------------------------------------------------------------
 
@@ -350,17 +353,13 @@ class GenerateCall:
                 self._drop_blocks()
                 self._choices.narrow()
                 self._to_reserving(now_s)
-                return [Release(self._id), self._reserve()]
+                return [Release(self._id), self._choices.reservation()]
             case State.DECODING:
                 return self._admit(now_s, num_computed=self._num_landed_tokens())
             case _:
                 self._drop_blocks()
                 self._move(State.ENDED, now_s)
                 return [*(Release(id) for id in self._choices.ids), EndCall(self._end_error)]
-
-    def _reserve(self) -> Reserve:
-        tokens, num_forks = list(self._choices.shared), len(self._choices) - 1
-        return Reserve(self._id, tokens, self._body.origin, self._deadline_s, num_forks)
 
     def _to_reserving(self, now_s: float) -> None:
         if self.state is not State.SETTLING:

@@ -130,6 +130,7 @@ class PrefillCall:
                         cached_tokens=event.num_cached,
                         phases={"compute": now_s - self.history[0][1]},
                         others=event.others,
+                        logprob=event.logprob,
                     )
                 )
             )

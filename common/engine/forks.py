@@ -36,32 +36,29 @@ class Forks:
         self._pool = pool
         self._names = names
         self._block_size = block_size
-        self._attached: dict[RequestId, Attached] = {}
+        self.attached: dict[RequestId, Attached] = {}
 
     @property
     def ids(self) -> list[RequestId]:
-        return [fork.id for attached in self._attached.values() for fork in attached.forks]
-
-    def __bool__(self) -> bool:
-        return bool(self._attached)
+        return [fork.id for attached in self.attached.values() for fork in attached.forks]
 
     def attach(self, parent: EngineRequest, forks: Sequence[EngineRequest], num_shared: int) -> None:
         assert num_shared <= len(parent.tokens)
         if forks:
-            self._attached[parent.id] = Attached(tuple(forks), num_shared)
+            self.attached[parent.id] = Attached(tuple(forks), num_shared)
 
     def of(self, parent: RequestId) -> int:
         """How many wait for it."""
-        attached = self._attached.get(parent)
+        attached = self.attached.get(parent)
         return 0 if attached is None else len(attached.forks)
 
     def drop(self, parent: RequestId) -> None:
         """The parent ends without a token. Idempotent."""
-        self._attached.pop(parent, None)
+        self.attached.pop(parent, None)
 
     def start(self, parent: EngineRequest) -> tuple[EngineRequest, ...]:
         """Rules 2 and 3: what waits for it, each with its share. The parent still has its blocks."""
-        attached = self._attached.pop(parent.id, None)
+        attached = self.attached.pop(parent.id, None)
         if attached is None:
             return ()
         for fork in attached.forks:

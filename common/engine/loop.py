@@ -89,6 +89,7 @@ class Engine:
         )
         self._inbox: SimpleQueue[Command | None] = SimpleQueue()  # None: stop
         self._events: list[Event] = []
+        self._logprobs: dict[RequestId, Sequence[float]] = {}
         self._meter = Meter()
         self._num_posted = self._num_posted_tokens = 0
         self._num_taken = self._num_taken_tokens = 0
@@ -224,6 +225,7 @@ class Engine:
             return granted
         self._flush()
         self._stats = self._snapshot()  # who joined this step waits no longer, and it may take a while
+        self._logprobs.clear()
         started_s = self._clock.now_s()
         done, tokens = self._execute(plan)
         now_s = self._clock.now_s()
@@ -231,7 +233,13 @@ class Engine:
             self._scheduler.observe(now_s - started_s)
         if done.chunks:
             self._meter.count_step(done, num_drawn=len(tokens), seconds=now_s - started_s)
-            self._events.append(Stepped(self._scheduler.update(done, tokens)))
+            progress = self._scheduler.update(done, tokens)
+            if self._logprobs:
+                progress = tuple(
+                    one.scored(self._logprobs[one.request]) if one.request in self._logprobs else one
+                    for one in progress
+                )
+            self._events.append(Stepped(progress))
             self._last_progress_s = now_s
         return True
 
@@ -274,6 +282,7 @@ class Engine:
 
     def _tokens_of(self, plan: StepPlan) -> list[int]:
         tokens = self._runner.execute(plan)
+        self._logprobs.update(self._runner.logprobs)
         wanted = sum(chunk.samples for chunk in plan.chunks)
         if len(tokens) != wanted:
             raise InternalError(f"the runner drew {len(tokens)} tokens where {wanted} were wanted")

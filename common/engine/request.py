@@ -6,6 +6,7 @@ prompt computed by another node, a pre-empted one has lost its computed tokens.
 What is made for each request in each step is a msgspec struct: frozen, at a tenth of a dataclass's price.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
@@ -147,6 +148,14 @@ class Progress(msgspec.Struct, frozen=True):
     on. The first time that includes the cached prefix, the last time a block that is only partly filled."""
     others: tuple[Drawn, ...] = ()
     """What was drawn for `also`."""
+    logprob: float | None = None
+    """Of `token`, with `Sampling.scored`; set by the loop, and so are those of `others`."""
+
+    def scored(self, logprobs: Sequence[float]) -> "Progress":
+        """With the log-probabilities of its token and of the others."""
+        first, *rest = logprobs
+        others = tuple(structs.replace(one, logprob=score) for one, score in zip(self.others, rest, strict=True))
+        return structs.replace(self, logprob=first, others=others)
 
 
 def sampling_of(sampling: Sampling, choice: int) -> Sampling:

@@ -220,10 +220,11 @@ class Scheduler:
         drawn = iter(tokens)
         progress = []
         for chunk in plan.chunks:
-            token = next(drawn) if chunk.samples else None
-            others = [*islice(drawn, chunk.samples - 1)] if chunk.samples > 1 else ()
-            if chunk.request.status is Status.RUNNING:
-                progress.append(self._advance(chunk.request, chunk.num_tokens, token, others))
+            request, samples = chunk.request, chunk.samples
+            token = next(drawn) if samples else None
+            others = () if samples < 2 else tuple(islice(drawn, samples - 1))
+            if request.status is Status.RUNNING:
+                progress.append(self._advance(request, chunk.num_tokens, token, others))
         return tuple(progress)
 
     def observe(self, seconds: float) -> None:
@@ -344,7 +345,7 @@ class Scheduler:
             self.num_uncomputed_tokens += 1
             finish = request.finish_reason(token, self._sizes.max_model_len)
             stopped = finish is not None or request.stop_after_first
-            if self._forks:
+            if self._forks.attached:
                 self._start_forks(request)
         if not request.keep_blocks:
             if stopped:

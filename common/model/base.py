@@ -1,13 +1,13 @@
 """What the engine needs of a model: run one step, hand back the drawn tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from common.engine.request import StepPlan
-from common.messages import BlockId, KVLayout
+from common.messages import BlockId, KVLayout, RequestId
 
 
 class Runner(Protocol):
@@ -22,6 +22,11 @@ class Runner(Protocol):
 
     num_host_blocks: int
     """Places of the host tier (`kv_cache.host_tier`); 0 without one."""
+
+    @property
+    def logprobs(self) -> Mapping[RequestId, Sequence[float]]:
+        """Of what `execute` drew last, by request, for those with `Sampling.scored`."""
+        ...
 
     def execute(self, plan: StepPlan) -> list[int]:
         """One forward pass; `Chunk.samples` tokens for each chunk, in plan order: its request's, then those of `also`.

@@ -17,7 +17,7 @@ from common.engine.request import EngineRequest, StepPlan
 from common.errors import ConfigError
 from common.kv_cache.host_tier import copy_rows
 from common.kv_cache.memory import PoolMemory
-from common.messages import BlockId, KVLayout, LayerKV, Sampling
+from common.messages import BlockId, KVLayout, LayerKV, RequestId, Sampling
 
 VOCAB_SIZE = 32_000
 _WORDS = 4  # per token and layer: id and position in K, a mix of the three and the layer in V
@@ -62,6 +62,7 @@ class FakeRunner:
         self._weights = _weights(max_model_len, len(layout.layers))
         self._slots = _slots(memory)
         self.num_host_blocks = num_host_blocks
+        self.logprobs: dict[RequestId, list[float]] = {}
         self._blocks = memory.blocks
         self._host = np.full((num_host_blocks, layout.block_bytes), 0x5A, np.uint8)
 
@@ -70,6 +71,7 @@ class FakeRunner:
             self._before_step(plan)
         for chunk in plan.chunks:
             self._write(chunk.request, chunk.start, chunk.num_tokens)
+        self.logprobs = {}
         return [
             token
             for chunk in plan.chunks
@@ -103,9 +105,17 @@ class FakeRunner:
             for half, slot in enumerate(slots):
                 read = slot[table].reshape(-1, 2)[:num_tokens]
                 context += int((read * weights[half, :num_tokens]).sum())
-        return [
+        tokens = [
             _drawn(context, sampling, num_tokens, self.vocab_size) for sampling in (request.sampling, *request.also)
         ]
+        if request.sampling.scored:
+            self.logprobs[request.id] = [fake_logprob(token, num_tokens) for token in tokens]
+        return tokens
+
+
+def fake_logprob(token: int, position: int) -> float:
+    """What the fake model says it gave a token; it gives all the same, so this stands for nothing."""
+    return -float(_mixed((token << 20) + position) % 1000) / 100
 
 
 def fake_oracle(

@@ -11,9 +11,9 @@ from common.engine.request import StepPlan
 from common.kv_cache.cache import num_pool_blocks
 from common.kv_cache.host_tier import copy_rows
 from common.kv_cache.memory import PoolMemory, allocate, allocate_host_tier
-from common.messages import BlockId, Incarnation
+from common.messages import BlockId, Incarnation, RequestId
 from common.model import philox
-from common.model.draws import draw
+from common.model.draws import draw, is_scored, logprobs
 from common.model.prepared import Opened
 from common.model.program import Floats, Program
 from common.model.step import step_arrays
@@ -66,6 +66,7 @@ class ProgramRunner:
         self.max_model_len = max_model_len
         self.vocab_size = program.recipe.vocab_size
         self.model_digest = opened.digest
+        self.logprobs: dict[RequestId, list[float]] = {}
         self.quantization: str = opened.quantization
         self.program = program
         self._blocks = memory.blocks
@@ -74,7 +75,10 @@ class ProgramRunner:
 
     def execute(self, plan: StepPlan) -> list[int]:
         """See `Runner.execute`."""
-        return draw(self.logits(plan), plan)
+        logits = self.logits(plan)
+        tokens = draw(logits, plan)
+        self.logprobs = logprobs(logits, tokens, plan) if is_scored(plan) else {}
+        return tokens
 
     def copy_blocks(self, copies: Sequence[tuple[BlockId, BlockId]]) -> None:
         """See `Runner.copy_blocks`."""

@@ -19,9 +19,9 @@ from common.kv_cache.cache import num_pool_blocks
 from common.kv_cache.host_tier import copy_rows
 from common.kv_cache.memory import PoolMemory
 from common.kv_cache.tensor_pool import open_host_tier, open_pool
-from common.messages import BlockId, Incarnation
+from common.messages import BlockId, Incarnation, RequestId
 from common.model import loader, philox
-from common.model.draws import draw
+from common.model.draws import draw, is_scored, logprobs
 from common.model.experts import expert_layers, expert_products, pad_experts
 from common.model.loader import LoadedModel
 from common.model.quantization import resolve_quantization
@@ -133,6 +133,7 @@ class TransformersRunner:
         self.max_model_len = loaded.max_model_len
         self.vocab_size = loaded.vocab_size
         self.model_digest = loaded.digest
+        self.logprobs: dict[RequestId, list[float]] = {}
         self.quantization: str = loaded.quantization
         self._module = loaded.module
         self._layers = loaded.layers
@@ -145,7 +146,10 @@ class TransformersRunner:
 
     def execute(self, plan: StepPlan) -> list[int]:
         """See `Runner.execute`."""
-        return draw(self.logits(plan), plan)
+        logits = self.logits(plan)
+        tokens = draw(logits, plan)
+        self.logprobs = logprobs(logits, tokens, plan) if is_scored(plan) else {}
+        return tokens
 
     def copy_blocks(self, copies: Sequence[tuple[BlockId, BlockId]]) -> None:
         """See `Runner.copy_blocks`."""

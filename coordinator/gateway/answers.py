@@ -54,8 +54,10 @@ class Envelope:
 class WholeAnswer:
     """Collects the text of each choice; `response` builds the body."""
 
-    def __init__(self, envelope: Envelope, texts: Sequence[TextStream]) -> None:
+    def __init__(self, envelope: Envelope, texts: Sequence[TextStream], *, num_shown: int) -> None:
+        """Of more than `num_shown` choices those are shown whose tokens were likeliest on average, in that order."""
         self._envelope = envelope
+        self._num_shown = num_shown
         self._texts = texts
         self._pieces: list[list[str]] = [[] for _ in texts]
         self._reasons = [FinishReason.STOP] * len(texts)
@@ -85,10 +87,17 @@ class WholeAnswer:
             id=envelope.id,
             created=envelope.created,
             model=envelope.session.model,
-            choices=[("".join(pieces), reason) for pieces, reason in zip(self._pieces, self._reasons, strict=True)],
+            choices=[("".join(self._pieces[index]), self._reasons[index]) for index in self._shown()],
             usage=envelope.usage(self._texts),
         )
         return json_response(body, headers=envelope.headers)
+
+    def _shown(self) -> list[int]:
+        choices = self._envelope.session.choices
+        if self._num_shown == len(choices):
+            return [choice.index for choice in choices]
+        best = sorted(choices, key=lambda choice: choice.mean_logprob, reverse=True)  # ties: the earlier one
+        return [choice.index for choice in best[: self._num_shown]]
 
     def close(self) -> None:
         """Nothing is held."""

@@ -138,7 +138,7 @@ class Gateway:
             seed=secrets.randbits(63),
         )
         session = self._session(
-            request, prompt, prefix, sampling, num_choices=asked.n, arrived_s=arrived_s, origin=origin
+            request, prompt, prefix, sampling, num_choices=asked.best_of, arrived_s=arrived_s, origin=origin
         )
         stop_ids = session.sampling.stop_token_ids
         context = [] if asked.is_chat else prompt
@@ -209,7 +209,7 @@ class Gateway:
         self, request: web.Request, asked: openai.Asked, envelope: Envelope, texts: Sequence[TextStream]
     ) -> WholeAnswer | StreamAnswer:
         if not asked.stream:
-            return WholeAnswer(envelope, texts)
+            return WholeAnswer(envelope, texts, num_shown=asked.n)
         return StreamAnswer(
             request,
             envelope,

@@ -14,9 +14,16 @@ class AnswerChoice:
     sampling: Sampling
     delivered: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
+    logprob: float = 0.0
+    """Sum over what was delivered, if it is scored."""
 
-    def take(self, tokens: list[int]) -> list[int]:
+    @property
+    def mean_logprob(self) -> float:
+        return self.logprob / max(1, len(self.delivered))
+
+    def take(self, tokens: list[int], logprob: float | None) -> list[int]:
         """Those that were promised and not delivered yet; they are now."""
+        self.logprob += logprob or 0.0
         room = self.sampling.max_tokens - len(self.delivered)
         taken = tokens if len(tokens) <= room else tokens[:room]
         self.delivered += taken

@@ -2,7 +2,7 @@
 
 Bodies are parsed once into a generic object and then into a typed one. Fields nobody knows are ignored, as
 OpenAI's own clients send what servers have never heard of. Fields that are known but not served yet are accepted
-at their neutral values only (`_NEUTRAL`): an answer must never silently be another than the one asked for.
+at their neutral values only (`neutral`): an answer must never silently be another than the one asked for.
 
 Reference: https://platform.openai.com/docs/api-reference
 """
@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 from common.errors import ContextLengthError, ModelNotFoundError, RequestError
 from common.messages import MAX_CHOICES, Priority, Sampling
 from common.model.tokenizer import Tokenizer
+from coordinator.gateway.neutral import NEUTRAL
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 512
@@ -77,6 +78,7 @@ class GenerationFields(Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     n: int | None = None
+    best_of: int | None = None
     priority: Priority | None = None
 
 
@@ -110,6 +112,8 @@ class Asked:
     ignore_eos: bool
     priority: Priority | None = None
     n: int = 1
+    best_of: int = 1
+    """Answers to write; the `n` best of them are shown."""
 
     @property
     def is_chat(self) -> bool:
@@ -203,6 +207,7 @@ def sampling_of(
         top_p=asked.top_p or 1.0,
         top_k=asked.top_k if asked.top_p else 1,
         stop_token_ids=() if asked.ignore_eos else eos,
+        scored=asked.best_of > asked.n,
     )
 
 
@@ -211,33 +216,6 @@ def _prompt_field(asked: Asked) -> str:
 
 
 # --- fields -------------------------------------------------------------------------------------------------
-
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "use_beam_search": (False,),
-    "prompt_embeds": (),
-}
-"""Known, not served yet: the values at which it makes no difference; null always is one."""
 
 
 def _convert(body: bytes, kind: type[Fields]) -> Fields:
@@ -249,7 +227,7 @@ def _convert(body: bytes, kind: type[Fields]) -> Fields:
         raise InvalidField(None, "the body is nested too deeply") from error
     if not isinstance(fields, dict):
         raise InvalidField(None, f"the body must be a JSON object, not {_json_type(fields)}")
-    for name, neutral in _NEUTRAL.items():
+    for name, neutral in NEUTRAL.items():
         value = fields.get(name)
         if value is not None and not any(_same(value, allowed) for allowed in neutral):
             right = " or ".join(_shown(allowed) for allowed in neutral) or "null"
@@ -270,6 +248,13 @@ def _asked(
     max_tokens: int | None,
 ) -> Asked:
     options = fields.stream_options
+    n = _number("n", fields.n)
+    best_of = n if fields.best_of is None else _number("best_of", fields.best_of)
+    if best_of < n:
+        raise InvalidField("best_of", f"'best_of' is {best_of} and 'n' {n}: it must be at least that")
+    if best_of > n and (messages is not None or fields.stream):
+        what = "chats have none" if messages is not None else "what is best is known at the end, so nothing is streamed"
+        raise InvalidField("best_of", f"'best_of' is {best_of} and 'n' {n}: {what}; leave it out")
     return Asked(
         model=fields.model,
         messages=messages,
@@ -284,7 +269,8 @@ def _asked(
         include_usage=bool(options and options.include_usage),
         ignore_eos=bool(fields.ignore_eos),
         priority=fields.priority,
-        n=_number("n", fields.n),
+        n=n,
+        best_of=best_of,
     )
 
 

@@ -312,7 +312,7 @@ class Session:
         choice = self.choices[item.choice]
         if choice.finish is not None:  # R9
             return [] if item.finish is not None else [StopAtNode(choice.index)]
-        tokens = choice.take(item.tokens)
+        tokens = choice.take(item.tokens, item.logprob)
         commands: list[SessionCommand] = []
         if tokens:
             self._waiting_since_s = None

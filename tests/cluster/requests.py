@@ -6,11 +6,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import pytest
+
 from common.clock import new_id
 from common.engine.request import sampling_of
 from common.errors import BatonError
 from common.messages import FinishReason, Incarnation, NodeId, RequestId, Sampling
-from common.model.fake import fake_oracle
+from common.model.fake import fake_logprob, fake_oracle
 from common.rpc.client import ClientEndpoint
 from common.tasks import ended
 from coordinator.gateway.metrics import GatewayMetrics
@@ -122,6 +124,12 @@ class Request:
         self.session.check_invariants()
         assert num_attempts in (None, self.session.attempt)
 
+    def is_scored_rightly(self) -> None:
+        start = len(self.session.prompt)
+        for choice, tokens in zip(self.session.choices, self.answer.all, strict=True):
+            scores = [fake_logprob(token, start + index) for index, token in enumerate(tokens)]
+            assert choice.mean_logprob == pytest.approx(sum(scores) / len(scores))
+
     async def fails(self) -> BatonError:
         """One end, an error; what was delivered is right."""
         async with asyncio.timeout(60.0):
@@ -163,6 +171,7 @@ class Requests:
         seed: int | None = None,
         stop_token_ids: tuple[int, ...] = (),
         n: int = 1,
+        scored: bool = False,
         stop_after: int = 1 << 30,
         stops_in: int | None = None,
         within_s: float = 30.0,
@@ -179,6 +188,7 @@ class Requests:
                 seed=next(self._seeds) if seed is None else seed,
                 temperature=temperature,
                 stop_token_ids=stop_token_ids,
+                scored=scored,
             ),
             created_s=now_s,
             deadline_s=now_s + within_s,

@@ -50,6 +50,18 @@ async def test_without_a_prefill_pool_the_prompt_is_computed_once_at_home(cluste
     assert cluster.nodes["decode-0"].brake.num_tokens == length + 2 + 3 * 19
 
 
+@pytest.mark.parametrize("prefill", [0, 1])
+async def test_every_token_of_every_choice_is_scored_where_that_is_asked_for(cluster: Cluster, prefill: int) -> None:
+    await cluster.start_pools(prefill=prefill)
+    async with gateway(cluster) as requests:
+        request = requests.ask(prompt(40), 20, n=3, temperature=1.0, scored=True)
+        beside = requests.ask(prompt(30), 20, temperature=1.0)
+        await request.finishes_rightly()
+        await beside.finishes_rightly()
+        request.is_scored_rightly()
+        assert beside.session.choices[0].logprob == 0.0
+
+
 async def test_a_cached_prompt_is_neither_computed_nor_pulled_again(cluster: Cluster) -> None:
     await cluster.start_pools()
     async with gateway(cluster) as requests:

@@ -40,6 +40,18 @@ async def test_a_killed_decode_node_costs_no_choice_a_token(cluster: Cluster, le
         assert request.session.num_failovers == 1
 
 
+async def test_what_choices_are_scored_by_survives_their_node(cluster: Cluster) -> None:
+    await cluster.start_pools(decode=2)
+    async with gateway(cluster) as requests:
+        hold_decode(cluster, 8)
+        request = requests.ask(prompt(40), 60, temperature=1.0, n=3, scored=True)
+        await request.has(6)
+        await cluster.kill(request.decode_node)
+        release(cluster)
+        await request.finishes_rightly(num_attempts=2)
+        request.is_scored_rightly()
+
+
 @pytest.mark.parametrize("stops_in", [0, 1])
 async def test_a_choice_that_has_finished_is_not_asked_for_again(cluster: Cluster, stops_in: int) -> None:
     await cluster.start_pools(decode=2)

@@ -221,6 +221,18 @@ async def test_several_answers_come_from_one_prefill_each_with_its_index_and_one
     assert texts[0] == alone.text, "the first answer is the one that comes alone"
 
 
+async def test_the_best_of_four_are_some_of_the_four_and_all_are_counted(api: Asking) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "temperature": 1, "seed": 3, "max_tokens": 12}
+    create: Any = api.client.completions.create
+    four = await create(n=4, extra_body=ON, **fields)
+    best = await create(n=2, best_of=4, extra_body=ON, **fields)
+    assert [choice.index for choice in best.choices] == [0, 1]
+    assert {choice.text for choice in best.choices} < {choice.text for choice in four.choices}
+    assert best.usage == four.usage
+    with pytest.raises(openai.BadRequestError, match="best_of"):
+        await create(n=1, best_of=2, stream=True, **fields)
+
+
 async def _num_prefilled_tokens(caller: Caller) -> int:
     """Since the nodes started, when nothing runs."""
     await is_empty(caller, fresh=True)

@@ -1,7 +1,7 @@
 """A cluster that does what its script says, in place of coordinators and nodes: `common.rpc.base.Client` in-process."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -230,8 +230,11 @@ class ScriptedNetwork:
 # --- scripts ------------------------------------------------------------------------------------------------
 
 
-def says_each(*answers: list[int], finish: FinishReason = FinishReason.STOP) -> Script:
-    """To each choice its own, a token of each in turn, as an engine does; goes on where the request stands."""
+def says_each(*answers: list[int], finish: FinishReason = FinishReason.STOP, logprobs: Sequence[float] = ()) -> Script:
+    """To each choice its own, a token of each in turn, as an engine does; goes on where the request stands.
+
+    `logprobs`: of each token of a choice.
+    """
 
     async def script(body: Generate) -> AsyncIterator[Tokens]:
         shared = body.tokens[body.num_prompt_tokens :]
@@ -239,7 +242,8 @@ def says_each(*answers: list[int], finish: FinishReason = FinishReason.STOP) -> 
         while rest:
             for choice, tokens in list(rest.items()):
                 is_last = len(tokens) <= 1
-                yield Tokens(tokens[:1], finish if is_last else None, choice=choice)
+                score = logprobs[choice] if logprobs else None
+                yield Tokens(tokens[:1], finish if is_last else None, choice=choice, logprob=score)
                 rest[choice] = tokens[1:]
                 if is_last:
                     del rest[choice]

@@ -53,6 +53,20 @@ async def test_every_choice_has_its_index_its_text_and_one_end(gateway: RunningG
     assert sorted(roles) == ([0, 1, 2] if "chat" in path else [])
 
 
+@pytest.mark.parametrize(("n", "shown"), [(1, [2]), (2, [2, 0]), (3, [0, 1, 2])])
+async def test_the_best_are_those_whose_tokens_were_likeliest_on_average(
+    gateway: RunningGateway, n: int, shown: list[int]
+) -> None:
+    answers = [gateway.tokenizer.encode(text) for text in TEXTS]
+    gateway.cluster.generate = says_each(*answers, finish=FinishReason.LENGTH, logprobs=(-1.0, -2.0, -0.5))
+    body = {"model": MODEL, "prompt": "Hi", "n": n, "best_of": 3}
+    _, whole, _ = await gateway.post("/v1/completions", body)
+    assert [choice["text"] for choice in whole["choices"]] == [TEXTS[index] for index in shown]
+    assert [choice["index"] for choice in whole["choices"]] == list(range(n))
+    assert whole["usage"]["completion_tokens"] == sum(map(len, answers)), "all that were written are counted"
+    assert gateway.cluster.generates[0].sampling.scored == (n < 3)
+
+
 async def test_one_call_is_made_for_all_of_them(gateway: RunningGateway) -> None:
     scripted(gateway)
     await gateway.chat(n=3)

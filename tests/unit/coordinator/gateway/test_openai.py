@@ -63,11 +63,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"ignore_eos": "no"}, "'ignore_eos' is \"no\": expected bool | null, got str"),
     ({"model": 3}, "'model' is 3: expected str | null, got int"),
     ({"n": 0}, "'n' is 0: 1 to 16"),
+    ({"best_of": 17}, "'best_of' is 17: 1 to 16"),
+    ({"best_of": 2, "n": 3}, "'best_of' is 2 and 'n' 3: it must be at least that"),
+    ({"best_of": 2}, "'best_of' is 2 and 'n' 1: chats have none; leave it out"),
     ({"n": 17}, "'n' is 17: 1 to 16"),
     ({"n": True}, "'n' is true: expected int | null, got bool"),
 ]
 NOT_YET: list[tuple[str, Any, str]] = [
-    ("best_of", 2, "1"),
     ("echo", True, "false"),
     ("suffix", "end", '""'),
     ("logprobs", True, "false"),

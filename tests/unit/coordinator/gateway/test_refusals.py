@@ -162,6 +162,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], int, str | None, str | None]] = [
     ({"prompt": [0, 321]}, 400, "prompt", None),
     ({"prompt": [-1]}, 400, "prompt", None),
     ({"prompt": ["a", "b"]}, 400, "prompt", None),
+    ({"prompt": "a", "best_of": 3, "stream": True}, 400, "best_of", None),
     ({"prompt": [5] * 100}, 400, "prompt", "context_length_exceeded"),
     ({"prompt": "one", "max_tokens": 0}, 400, "max_tokens", None),
     ({"prompt": "one", "echo": True}, 400, "echo", None),
