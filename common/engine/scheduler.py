@@ -352,13 +352,12 @@ class Scheduler:
                 self.release(request.id)
             return Progress(request.id, request.num_computed, token, finish, request.num_cached, stopped)
         num_ready = self._blocks_for(request.num_computed) if stopped else request.num_computed // self._block_size
-        first, ready = request.announce(num_ready, self._pool)
         drawn = tuple(Drawn(other, request.finish_reason(other, self._sizes.max_model_len)) for other in others)
+        news = *request.announce(num_ready, self._pool), drawn
         if stopped:
             self._remove(request)
             self._leases.keep(request)
-        counts = request.num_computed, token, finish, request.num_cached
-        return Progress(request.id, *counts, stopped, first, ready, drawn)
+        return Progress(request.id, request.num_computed, token, finish, request.num_cached, stopped, *news)
 
     def _start_forks(self, parent: EngineRequest) -> None:
         """Rule 6."""
