@@ -162,12 +162,13 @@ def _opening(change: Callable[[Session, Generate], Generate]) -> AbstractContext
 def failover_forgets_the_tokens_that_were_delivered() -> Iterator[None]:
     """And no node says where its tokens start, which would give it away."""
 
-    def emit(original: Any, *args: Any, **more: Any) -> decode_role.Emit:
-        return decode_role.Emit(msgspec.structs.replace(original(*args, **more).item, start=None))
+    def pass_on(original: Any, *args: Any, **more: Any) -> list[decode_role.Command]:
+        first, *rest = original(*args, **more)
+        return [decode_role.Emit(msgspec.structs.replace(first.item, start=None)), *rest]
 
     with (
         _opening(lambda session, body: msgspec.structs.replace(body, tokens=list(session.prompt))),
-        _around(decode_role.GenerateCall, "_emit", emit),
+        _around(decode_role.GenerateCall, "_pass_on", pass_on),
     ):
         yield
 
