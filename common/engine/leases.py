@@ -45,6 +45,7 @@ class Leases:
         self._block_size = block_size
         self._wanted: dict[RequestId, Reservation] = {}
         self._held: dict[RequestId, Lease] = {}
+        self._granted: dict[RequestId, None] = {}
         self._num_blocks = 0
 
     @property
@@ -60,6 +61,11 @@ class Leases:
     def has_wanted(self) -> bool:
         """Whether a reservation waits."""
         return bool(self._wanted)
+
+    @property
+    def has_granted(self) -> bool:
+        """Whether blocks wait for their bytes: a request that brings them may come at any moment."""
+        return bool(self._granted)
 
     def __contains__(self, request: RequestId) -> bool:
         return request in self._wanted or request in self._held
@@ -79,6 +85,7 @@ class Leases:
         del self._wanted[request]
         lease = Lease(turn, blocks, wanted.hashes, len(shared) * self._block_size)
         self.hold(request, lease)
+        self._granted[request] = None
         return lease
 
     def hold(self, request: RequestId, lease: Lease) -> None:
@@ -100,6 +107,7 @@ class Leases:
     def take(self, request: RequestId) -> Lease | None:
         """Hand the blocks over to the caller, references and all. A reservation that still waits is dropped."""
         self._wanted.pop(request, None)
+        self._granted.pop(request, None)
         lease = self._held.pop(request, None)
         if lease is not None:
             self._num_blocks -= len(lease.blocks)
@@ -123,3 +131,4 @@ class Leases:
     def check_invariants(self) -> None:
         assert self._num_blocks == sum(len(lease.blocks) for lease in self._held.values())
         assert not self._wanted.keys() & self._held.keys(), "an id waits and is held"
+        assert self._granted.keys() <= self._held.keys()

@@ -230,7 +230,7 @@ class Engine:
         done, tokens = self._execute(plan)
         now_s = self._clock.now_s()
         if done is plan:
-            self._scheduler.observe(now_s - started_s)
+            self._scheduler.pace.observe(now_s - started_s)
         if done.chunks:
             self._meter.count_step(done, num_drawn=len(tokens), seconds=now_s - started_s)
             progress = self._scheduler.update(done, tokens)

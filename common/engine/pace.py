@@ -5,9 +5,9 @@
     seconds of copies = block x blocks that go to the host tier or come from it                 (learned, `fit`)
 
 1. A step that computes prompts aims to end within `max_step_s`.
-2. With decodes in it, it aims to end within `itl_target_s`; where the decodes alone take more than two thirds of
-   that, within half as long again as they take. So a stream is slowed to the target or by half, never a prompt to
-   nothing: a block goes in whatever the clock says.
+2. With decodes in it, or where one may join any moment and would wait for its end, it aims to end within
+   `itl_target_s`; where the decodes alone take more than two thirds of that, within half as long again as they take.
+   So a stream is slowed to the target or by half, never a prompt to nothing: a block goes in whatever the clock says.
 3. A prompt that is computed for a reader, which pulls one chunk while the next is computed, is cut where the reader
    has all of it soonest: each time as if all that is left were cut evenly. So chunks are as large as the step allows
    where the wire is much quicker than the model; where it is not they shrink towards the prompt's end, for nothing
@@ -33,9 +33,15 @@ class Pace:
         self._pulls = Fit((1.0, 64.0))  # the pull, tokens
         self._copies = Fit((1.0,))  # blocks
         self._knows_prompts = False
+        self.planned = 0, 0
+        """Decodes and prompt tokens of the step that was planned last."""
         self._asked = 0, first_tokens  # decodes and the most prompt tokens of the last step that was asked for
 
     # --- what was seen -------------------------------------------------------------------------------------
+
+    def observe(self, seconds: float) -> None:
+        """The step that was `planned` took so long."""
+        self.observe_step(*self.planned, seconds)
 
     def observe_step(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
         self._steps.observe((num_prompt_tokens, 1.0, num_decodes), seconds, kind=num_prompt_tokens > 0)
@@ -51,14 +57,17 @@ class Pace:
 
     # --- what follows --------------------------------------------------------------------------------------
 
-    def prompt_tokens(self, num_decodes: int, *, most: int) -> int:
-        """Prompt tokens for a step beside so many decodes: rules 1 and 2. At least a block, at most `most`."""
+    def prompt_tokens(self, num_decodes: int, *, most: int, joining: bool = False) -> int:
+        """Prompt tokens for a step beside so many decodes: rules 1 and 2. At least a block, at most `most`.
+
+        `joining`: sequences with a computed prompt are on their way here.
+        """
         self._asked = num_decodes, most
         if not self._knows_prompts:
             return min(self._first_tokens, most)
         token_s, start_s, decode_s = self._steps.costs()
         decodes_s = start_s + decode_s * num_decodes
-        left_s = self._limit_s(decodes_s if num_decodes else 0.0) - decodes_s
+        left_s = self._limit_s(decodes_s, others=num_decodes > 0 or joining) - decodes_s
         if left_s >= token_s * most:
             return most
         return min(max(int(left_s / token_s) if token_s and left_s > 0.0 else 0, self._block_size), most)
@@ -74,8 +83,9 @@ class Pace:
         step_s = start_s + decode_s * num_decodes + token_s * num_tokens
         return num_tokens / step_s if step_s > 0.0 else 0.0
 
-    def _limit_s(self, decodes_s: float) -> float:
-        if not decodes_s or not self._itl_target_s:
+    def _limit_s(self, decodes_s: float, *, others: bool) -> float:
+        """The step's end; `others` wait for it."""
+        if not others or not self._itl_target_s:
             return self._max_step_s
         return min(self._max_step_s, max(self._itl_target_s, _DECODES_MOST * decodes_s))
 

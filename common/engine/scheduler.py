@@ -92,7 +92,6 @@ class Scheduler:
         self._queue = FairQueue(policy)
         self._roster = Roster(min(max_running, max_step_tokens))
         self._turns = 0
-        self._planned = 0, 0  # decodes and prompt tokens of the last plan
         self.starving = False
         """No running request could be planned, and leases hold what they need."""
         self.num_uncomputed_tokens = 0
@@ -190,10 +189,11 @@ class Scheduler:
             else:
                 prompts.append(request)
         num_decodes = len(chunks)
-        most = self.pace.prompt_tokens(num_decodes, most=self._max_step_tokens - num_decodes)
-        self._add_prompts(chunks, prompts, most)
+        left = self._max_step_tokens - num_decodes
+        left = self.pace.prompt_tokens(num_decodes, most=left, joining=self._leases.has_granted)
+        self._add_prompts(chunks, prompts, left)
         plan = StepPlan(tuple(chunks))
-        self._planned = num_decodes, plan.num_tokens - num_decodes
+        self.pace.planned = num_decodes, plan.num_tokens - num_decodes
         self.starving = not chunks and bool(self._roster.running)
         return plan
 
@@ -226,10 +226,6 @@ class Scheduler:
             if request.status is Status.RUNNING:
                 progress.append(self._advance(request, chunk.num_tokens, token, others))
         return tuple(progress)
-
-    def observe(self, seconds: float) -> None:
-        """The last plan took so long."""
-        self.pace.observe_step(*self._planned, seconds)
 
     # --- places and blocks -----------------------------------------------------------------------------
 

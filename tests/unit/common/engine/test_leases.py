@@ -181,6 +181,25 @@ def test_a_reservation_does_not_wait_until_prompts_before_it_have_their_turn_in_
     rig.assert_empty()
 
 
+def test_a_step_ends_soon_where_blocks_wait_for_their_bytes() -> None:
+    """Whoever brings them would wait for its end."""
+    rig = Rig(before_step=lambda plan: rig.clock.advance(0.001 * plan.num_tokens), itl_target_s=0.1, max_step_s=0.3)
+    rig.admit("before", prompt(100), 1)
+    rig.run()
+    rig.reserve("away", prompt(32, 1))
+    rig.admit("home", prompt(450, 2), 1)
+    rig.step()
+    rig.step()
+    assert list(rig.reserved) == ["away"]
+    assert 90 <= rig.plans[-1].num_tokens <= 110
+    rig.release("away")
+    rig.step()
+    assert 280 <= rig.plans[-1].num_tokens <= 300
+    rig.run()
+    rig.assert_right("before", "home")
+    rig.assert_empty()
+
+
 def test_prompts_before_a_reservation_have_their_blocks_first() -> None:
     rig = Rig(8, max_step_tokens=16)
     rig.admit("home-0", prompt(48, 0), 2)

@@ -66,6 +66,11 @@ def test_without_decodes_or_without_a_target_a_step_is_as_long_as_it_may_be() ->
     assert 900 < free.prompt_tokens(8, most=2000) < 920
 
 
+def test_where_a_sequence_may_join_any_moment_a_step_ends_at_the_target() -> None:
+    tokens = taught(start_s=0.02, decode_s=0.003, token_s=0.0005).prompt_tokens(0, most=512, joining=True)
+    assert 0.095 < 0.02 + 0.0005 * tokens < 0.105
+
+
 def test_where_decodes_alone_take_the_target_prompts_get_half_as_much_again() -> None:
     pace = taught(start_s=0.06, decode_s=0.01, token_s=0.001)
     assert 65 < pace.prompt_tokens(8, most=512) < 75  # decodes take 140 ms
