@@ -43,6 +43,9 @@ class ModelConfig:
     ] = "auto"
     device: Annotated[str, Meta(description="torch device.")] = "cpu"
     threads: Annotated[int, AtLeastZero, Meta(description="CPU threads of the engine; 0 shares the host.")] = 0
+    borrow_cores: Annotated[
+        bool, Meta(description="Steps use the cores of this host's other nodes too while these rest.")
+    ] = True
     max_model_len: Annotated[int, AtLeastZero, Meta(description="Longest sequence; 0 is the model's own.")] = 0
     batch_invariant: Annotated[
         bool, Meta(description="Give a row the same bits whatever the batch (pads steps of few rows).")

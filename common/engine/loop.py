@@ -166,6 +166,8 @@ class Engine:
 
     def _take_in(self, *, wait: bool) -> None:
         if wait:
+            if self._inbox.empty():
+                self._runner.rest()
             self._obey(self._inbox.get())
         while True:
             try:

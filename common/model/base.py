@@ -28,6 +28,10 @@ class Runner(Protocol):
         """Of what `execute` drew last, by request, for those with `Sampling.scored`."""
         ...
 
+    def rest(self) -> None:
+        """The engine has nothing to run and is about to wait; until the next `execute` others may use its cores."""
+        ...
+
     def execute(self, plan: StepPlan) -> list[int]:
         """One forward pass; `Chunk.samples` tokens for each chunk, in plan order: its request's, then those of `also`.
 

@@ -66,6 +66,9 @@ class FakeRunner:
         self._blocks = memory.blocks
         self._host = np.full((num_host_blocks, layout.block_bytes), 0x5A, np.uint8)
 
+    def rest(self) -> None:
+        """See `Runner.rest`: its cores are nobody's business."""
+
     def execute(self, plan: StepPlan) -> list[int]:
         if self._before_step is not None:
             self._before_step(plan)

@@ -17,6 +17,7 @@ from common.model.recipe import Recipe
 from common.model.step import StepArrays
 from common.native import abi
 from common.native.build import SOURCES, library
+from common.native.loans import Loans
 
 Floats = npt.NDArray[np.float32]
 
@@ -74,6 +75,7 @@ class Program:
         block_size: int,
         dtype: str,
         num_threads: int = 1,
+        loans: Loans | None = None,
     ) -> None:
         """`pool` is [num_blocks, block_bytes] of the recipe's layout in `dtype` (float32 or bfloat16)."""
         self.recipe = recipe
@@ -86,6 +88,7 @@ class Program:
         self._batch = abi.BatchArgs(
             pool=pool.ctypes.data, block_stride=pool.strides[0] // itemsize, block_size=block_size
         )
+        self.loans = loans
         self.spent_ns = np.zeros(len(abi.OpCode), np.int64)
         """By OpCode, since the start; counted while `timed`."""
 
@@ -110,6 +113,7 @@ class Program:
         step.batch = batch
         step.ids, step.logit_rows, step.num_logits = arrays.ids.ctypes.data, arrays.logit_rows.ctypes.data, out.shape[0]
         step.cos, step.sin, step.out = ctypes.addressof(cos), ctypes.addressof(sin), out.ctypes.data
+        step.loans = self.loans.address() if self.loans else None
         if self._step_call(ctypes.addressof(self._program), ctypes.addressof(step)):
             raise InternalError("a step's kernels: out of memory for its rows")
         return out

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from common import telemetry
 from common.config import EngineConfig, ModelConfig
+from common.cores import HostCores
 from common.engine.request import StepPlan
 from common.kv_cache.cache import num_pool_blocks
 from common.kv_cache.host_tier import copy_rows
@@ -17,6 +18,7 @@ from common.model.draws import draw, is_scored, logprobs
 from common.model.prepared import Opened
 from common.model.program import Floats, Program
 from common.model.step import step_arrays
+from common.native.loans import Loans
 
 log = telemetry.logger(__name__)
 
@@ -24,7 +26,13 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def program_runner(
-    opened: Opened, model: ModelConfig, engine: EngineConfig, incarnation: Incarnation, *, num_threads: int
+    opened: Opened,
+    model: ModelConfig,
+    engine: EngineConfig,
+    incarnation: Incarnation,
+    *,
+    num_threads: int,
+    cores: HostCores | None = None,
 ) -> tuple["ProgramRunner", PoolMemory]:
     """A runner of the prepared model, over a pool of its own. ConfigError if the pool cannot be had."""
     recipe = opened.recipe
@@ -41,12 +49,13 @@ def program_runner(
         block_size=engine.block_size,
         dtype=model.kv_dtype,
         num_threads=num_threads,
+        loans=Loans(cores) if cores and model.borrow_cores else None,
     )
     log.info(
         "runner ready", executor="native", quantization=opened.quantization, threads=num_threads, blocks=num_blocks
     )
     host = allocate_host_tier(layout, engine.kv_host_memory)
-    return ProgramRunner(program, memory, opened, max_model_len=max_model_len, host=host), memory
+    return ProgramRunner(program, memory, opened, max_model_len=max_model_len, host=host, cores=cores), memory
 
 
 class ProgramRunner:
@@ -60,8 +69,9 @@ class ProgramRunner:
         *,
         max_model_len: int,
         host: npt.NDArray[np.uint8] | None = None,
+        cores: HostCores | None = None,
     ) -> None:
-        """`host`, the host tier, is [num_blocks, block_bytes]."""
+        """`host`, the host tier, is [num_blocks, block_bytes]; `cores` is the node's place on this host."""
         self.layout = memory.layout
         self.max_model_len = max_model_len
         self.vocab_size = program.recipe.vocab_size
@@ -69,12 +79,20 @@ class ProgramRunner:
         self.logprobs: dict[RequestId, list[float]] = {}
         self.quantization: str = opened.quantization
         self.program = program
+        self._cores = cores
         self._blocks = memory.blocks
         self._host = memory.blocks[:0] if host is None else host
         self.num_host_blocks = len(self._host)
 
+    def rest(self) -> None:
+        """See `Runner.rest`."""
+        if self._cores is not None:
+            self._cores.rest()
+
     def execute(self, plan: StepPlan) -> list[int]:
         """See `Runner.execute`."""
+        if self._cores is not None:
+            self._cores.work()
         logits = self.logits(plan)
         tokens = draw(logits, plan)
         self.logprobs = logprobs(logits, tokens, plan) if is_scored(plan) else {}

@@ -4,11 +4,11 @@ Our kernels alone run the architectures that they know, on a CPU (`program_runne
 modules of transformers with our attention (`transformers_runner`), which is imported only then.
 """
 
-import os
 from importlib import import_module
 
 from common import telemetry
 from common.config import EngineConfig, ModelConfig
+from common.cores import HostCores, usable_cores
 from common.errors import ConfigError
 from common.kv_cache.memory import PoolMemory
 from common.messages import Incarnation
@@ -25,7 +25,9 @@ def load_runner(
 ) -> tuple[ModelRunner, PoolMemory]:
     """Everything between a configuration and a first step. Blocks for seconds; ConfigError says what to change."""
     folder = resolve(model.model, progress=progress)
-    threads = model.threads or max(1, (os.cpu_count() or 1) // 2)
+    usable = usable_cores()
+    threads = model.threads or max(1, usable // 2)
+    cores = _place(threads, usable)
     if model.executor != "transformers":
         try:
             opened = open_prepared(folder, model, progress=progress)
@@ -34,7 +36,18 @@ def load_runner(
                 raise ConfigError(f"executor: native cannot run this model: {reason}") from reason
             log.info("a step runs through transformers", reason=str(reason))
         else:
-            return program_runner(opened, model, engine, incarnation, num_threads=threads)
+            return program_runner(opened, model, engine, incarnation, num_threads=threads, cores=cores)
     through_transformers = import_module("common.model.transformers_runner").load_transformers_runner
-    loaded: tuple[ModelRunner, PoolMemory] = through_transformers(folder, model, engine, incarnation, threads=threads)
+    loaded: tuple[ModelRunner, PoolMemory] = through_transformers(
+        folder, model, engine, incarnation, threads=threads, cores=cores
+    )
     return loaded
+
+
+def _place(threads: int, usable: int) -> HostCores | None:
+    """Without a place a node neither lends nor borrows."""
+    try:
+        return HostCores(threads, cores=usable)
+    except OSError as error:
+        log.warning("cores are neither lent nor borrowed", reason=str(error))
+        return None

@@ -13,6 +13,7 @@ from common import telemetry
 from common.attention.base import BACKENDS, AttentionBackend
 from common.attention.hook import bound
 from common.config import EngineConfig, ModelConfig
+from common.cores import HostCores
 from common.engine.request import StepPlan
 from common.errors import ConfigError
 from common.kv_cache.cache import num_pool_blocks
@@ -33,7 +34,13 @@ log = telemetry.logger(__name__)
 
 
 def load_transformers_runner(
-    folder: Path, model: ModelConfig, engine: EngineConfig, incarnation: Incarnation, *, threads: int
+    folder: Path,
+    model: ModelConfig,
+    engine: EngineConfig,
+    incarnation: Incarnation,
+    *,
+    threads: int,
+    cores: HostCores | None = None,
 ) -> tuple["TransformersRunner", PoolMemory]:
     """See `runner.load_runner`. Sets torch's thread count for the whole process."""
     device = torch.device(model.device)
@@ -61,7 +68,7 @@ def load_transformers_runner(
     log.info(
         "runner ready", attention=backend.name, threads=torch.get_num_threads(), row_floor=floor, blocks=num_blocks
     )
-    return TransformersRunner(loaded, backend, pool, row_floor=floor, host=host), memory
+    return TransformersRunner(loaded, backend, pool, row_floor=floor, host=host, cores=cores), memory
 
 
 def settle_row_floor(loaded: LoadedModel, model: ModelConfig) -> int:
@@ -127,8 +134,11 @@ class TransformersRunner:
         *,
         row_floor: int,
         host: torch.Tensor | None = None,
+        cores: HostCores | None = None,
     ) -> None:
-        """`pool` and `host`, the host tier, are [num_blocks, block_elements] of `loaded.layout`."""
+        """`pool` and `host`, the host tier, are [num_blocks, block_elements] of `loaded.layout`.
+
+        `cores`, the node's place on this host, are lent while it rests; it borrows none."""
         self.layout = loaded.layout
         self.max_model_len = loaded.max_model_len
         self.vocab_size = loaded.vocab_size
@@ -142,10 +152,18 @@ class TransformersRunner:
         self._host = pool[:0] if host is None else host
         self.num_host_blocks = len(self._host)
         self._row_floor = row_floor
+        self._cores = cores
         self._keeps_rows = "logits_to_keep" in inspect.signature(loaded.module.forward).parameters
+
+    def rest(self) -> None:
+        """See `Runner.rest`."""
+        if self._cores is not None:
+            self._cores.rest()
 
     def execute(self, plan: StepPlan) -> list[int]:
         """See `Runner.execute`."""
+        if self._cores is not None:
+            self._cores.work()
         logits = self.logits(plan)
         tokens = draw(logits, plan)
         self.logprobs = logprobs(logits, tokens, plan) if is_scored(plan) else {}

@@ -1,5 +1,5 @@
-"""The structs of csrc/{abi,program}.h, field by field: how Python hands the kernels what is fixed for a layer, a model
-or a step, so that a call passes a few pointers."""
+"""The structs of csrc/{abi,program,loans}.h, field by field: how Python hands the kernels what is fixed for a layer, a
+model or a step, so that a call passes a few pointers."""
 
 import ctypes
 from collections.abc import Sequence
@@ -139,6 +139,16 @@ class ProgramArgs(ctypes.Structure):
     )
 
 
+class LoansArgs(ctypes.Structure):
+    _fields_ = (
+        ("cores", ctypes.c_void_p),
+        ("owners", ctypes.c_void_p),
+        ("count", ctypes.c_int32),
+        ("fd", ctypes.c_int32),
+        ("borrowed_ns", ctypes.c_int64),
+    )
+
+
 class StepArgs(ctypes.Structure):
     _fields_ = (
         ("batch", BatchArgs),
@@ -148,6 +158,7 @@ class StepArgs(ctypes.Structure):
         ("logit_rows", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("spent_ns", ctypes.c_void_p),
+        ("loans", ctypes.c_void_p),
         ("num_logits", ctypes.c_int32),
         ("threads", ctypes.c_int32),
     )

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from common.clock import new_id
 from common.config import CoordinatorConfig
+from common.cores import usable_cores
 from common.errors import ConfigError
 from common.messages import Incarnation, NodeId
 from common.model import store
@@ -55,7 +56,7 @@ async def serve(config: UpConfig, network: Network) -> None:
             port = resources.enter_context(checks.reserved_port(config.host))
             config = dataclasses.replace(config, port=port)
         coordinator = _coordinator_endpoint(resources)
-        plan = make_plan(config, coordinator=coordinator, num_cores=checks.usable_cores(), env=os.environ)
+        plan = make_plan(config, coordinator=coordinator, num_cores=usable_cores(), env=os.environ)
         client = network.client(node=NodeId("up"), incarnation=Incarnation(new_id()))
         resources.push_async_callback(client.close)
         await Cluster(config, plan, console=console, client=client, log_dir=folder).run()

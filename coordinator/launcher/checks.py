@@ -98,11 +98,6 @@ def available_memory() -> int:
     return max(0, available)
 
 
-def usable_cores() -> int:
-    """The cores this process may run on."""
-    return len(os.sched_getaffinity(0))
-
-
 def find_compiler() -> str | None:
     """The C++ compiler that the native kernels would be built with."""
     chosen = shlex.split(os.environ.get("CXX", ""))[:1]

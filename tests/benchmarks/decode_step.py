@@ -127,8 +127,12 @@ class Work:
 class Loaded:
     """A runner on a pool of noise, its steps, and the times they took."""
 
-    def __init__(self, folder: Path, executor: Executor, quantization: Quantization) -> None:
-        model = ModelConfig(model=str(folder), threads=1, quantization=quantization, executor=executor)
+    def __init__(
+        self, folder: Path, executor: Executor, quantization: Quantization, *, borrow_cores: bool = False
+    ) -> None:
+        model = ModelConfig(
+            model=str(folder), threads=1, quantization=quantization, executor=executor, borrow_cores=borrow_cores
+        )
         self.model = model
         self.weight_bytes = prepared_path(folder, model).stat().st_size if executor == "native" else 0
         runner, memory = load_runner(model, EngineConfig(kv_cache_memory=POOL_BYTES), Incarnation("0" * 32))

@@ -41,7 +41,7 @@ bool attend_step(const Layer& layer, const Batch& batch, const Rows& rows, int t
     const Item* item = items.data();
     const int count = (int)items.size();
     workers().each(count, threads, [&, item](int i) {
-        if (!paged.attend(item[i], i + 1 < count ? item + i + 1 : nullptr)) enough_memory = false;
+        if (!paged.attend(item[i], i + threads < count ? item + i + threads : nullptr)) enough_memory = false;
     });
     const int64_t row = (int64_t)layer.num_heads * layer.v_dim;
     memset(static_cast<Row*>(rows.out) + batch.num_rows * row, 0,

@@ -31,7 +31,8 @@ constexpr int64_t kNearBytes = 192 << 10;  // of a block of rows: half of a smal
 constexpr int kFewestRows = 48;            // of a block, however wide its rows: every block reads all weights
 constexpr int kDepth = 320;                // steps of k whose weights, 64 bytes each, stay in an L1 cache
 constexpr int kPanelsToOpen = 16;          // a tile is unpacked for so many panels, else by each as it goes
-constexpr int kShare = 4;                  // parts of the work for each thread
+constexpr int kShare = 4;                  // parts of the work for each thread, at least
+constexpr int64_t kMostProducts = 1 << 24; // of a part: under half a millisecond, for lent cores are given back between
 
 // Calls of(std::integral_constant<int, R>) with R = rows, 1 .. Most.
 template <int Most, class Of>
@@ -215,7 +216,10 @@ bool run_layer(const Linear& w, const float* x, int64_t x_stride, const Output& 
                    [&](int p) { Layer::pack(x, x_stride, panels, p, w.k, packed); });
 
     const Layer layer = {w, panels, packed, out};
-    const int tiles = (w.n + kOutputs - 1) / kOutputs, parts = threads > 1 ? std::min(tiles, threads * kShare) : 1;
+    const int tiles = (w.n + kOutputs - 1) / kOutputs;
+    const int64_t products = (int64_t)std::max(rows / panels.blocks, 8) * w.n * w.k;  // few rows: memory counts
+    const int wanted = std::max(threads * kShare, (int)std::min<int64_t>(products / kMostProducts + 1, tiles));
+    const int parts = threads > 1 ? std::min(tiles, wanted) : 1;
     std::atomic<bool> enough_memory{true};
     workers().each(panels.blocks * parts, threads, [&](int i) {
         const int block = i / parts, part = i % parts;

@@ -7,6 +7,7 @@
 
 #include "abi.h"
 #include "linear.h"
+#include "loans.h"
 
 // What an operation does to the rows of `dst` (and `src`); `index` and `value` by the names in brackets.
 enum Code : int32_t {
@@ -58,5 +59,6 @@ struct Step {
     const int64_t* logit_rows;  // [num_logits], ascending
     float* out;                 // [num_logits, width of the logits]
     int64_t* spent_ns;          // [kNumCodes], added to; or null
+    Loans* loans;               // what may be borrowed beside `threads`; or null
     int32_t num_logits, threads;
 };

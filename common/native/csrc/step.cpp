@@ -13,13 +13,19 @@ namespace {
 class Running {
   public:
     Running(const Program& program, const Step& step)
-        : program_(program), step_(step), rows_(step.batch.num_rows) {}
+        : program_(program), step_(step), rows_(step.batch.num_rows),
+          on_shift_(workers().begin_shift(step.threads, step.loans)) {}
+    ~Running() {
+        if (on_shift_) workers().end_shift();
+    }
+    Running(const Running&) = delete;
 
     // False: no memory.
     bool run() {
         if (!reserve()) return false;
         for (int i = 0; i < program_.num_ops && rows_ > 0; i++) {
             const Op& op = program_.ops[i];
+            threads_ = on_shift_ ? workers().threads() : step_.threads;
             if (!step_.spent_ns) {
                 if (!execute(op)) return false;
                 continue;
@@ -55,7 +61,7 @@ class Running {
                 }
                 return true;
             case kLinear:
-                return linear(program_.linears[op.index], src, from, dst, to, rows_, op.add != 0, step_.threads);
+                return linear(program_.linears[op.index], src, from, dst, to, rows_, op.add != 0, threads_);
             case kAttend: return attend_rows_of(op, src, dst);
             case kGather:
                 gather(src_buffer(op.src), from);
@@ -63,7 +69,7 @@ class Running {
                 rows_ = step_.num_logits;
                 return true;
             default:
-                each_rows(rows_, step_.threads, [&](int first, int last) {
+                each_rows(rows_, threads_, [&](int first, int last) {
                     for (int i = first; i < last; i++) execute_row(op, row(src, i, from), row(dst, i, to), i);
                 });
                 return true;
@@ -93,7 +99,7 @@ class Running {
         const int64_t stride = width(op.src);
         const Rows rows = {src,    src + keys,  src + values, dst,          stride, layer.k_dim,
                            stride, layer.k_dim, stride,       layer.v_dim,  rows_,  0};
-        return attend(layer, step_.batch, rows, step_.threads) == 0;
+        return attend(layer, step_.batch, rows, threads_) == 0;
     }
 
     void gather(float* buffer, int width) const {  // rows ascend, so none is overwritten before it moved
@@ -109,7 +115,8 @@ class Running {
     static constexpr int kMostBuffers = 8;
     const Program& program_;
     const Step& step_;
-    int rows_;
+    int rows_, threads_ = 1;
+    const bool on_shift_;
     float* buffers_[kMostBuffers];
 };
 

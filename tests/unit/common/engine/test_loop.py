@@ -100,6 +100,23 @@ def test_an_idle_engine_waits_and_a_probe_proves_that_it_lives() -> None:
     assert engine.stats().last_progress_s == 5
 
 
+def test_the_runner_rests_when_there_is_nothing_left_to_run_and_not_between_steps() -> None:
+    memory, listener, told, rests = plain_memory(24), Listener(), list[str](), threading.Semaphore(0)
+
+    class Resting(FakeRunner):
+        def rest(self) -> None:
+            told.append("rest")
+            rests.release()
+
+    runner = Resting(memory, before_step=lambda plan: told.append("step"))
+    engine = Engine(runner=runner, generations=memory.generations, config=EngineConfig(), deliver=listener)
+    engine.post(Admit(request_of("one", 3, 4)))
+    engine.start()
+    assert rests.acquire(timeout=WAIT_S)
+    engine.stop()
+    assert told[:5] == ["step"] * 4 + ["rest"]
+
+
 def test_an_engine_that_never_started_can_be_stopped_and_one_stopped_twice() -> None:
     memory = plain_memory(1)
     for start in (False, True):
