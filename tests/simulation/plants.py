@@ -9,16 +9,18 @@ import msgspec
 
 import kv_transfer.memory
 from common.engine.events import Release
+from common.engine.forks import Forks
 from common.engine.leases import Leases
 from common.engine.request import EngineRequest, Progress
 from common.engine.scheduler import Scheduler
 from common.kv_cache.block_pool import BlockPool
 from common.kv_cache.memory import PoolMemory
-from common.messages import BlockId, BlockRef, Generate, ItemFrame
+from common.messages import BlockId, BlockRef, Branch, Generate, ItemFrame
 from common.rpc.callee import CalleeLink
 from common.rpc.caller import CallerLink, DeliverItem
 from coordinator.gateway.session import Session
 from decode_node import role as decode_role
+from decode_node.choices import Choices
 from decode_node.readers import Readers
 from kv_transfer.blocks import check_generations
 from prefill_node import role as prefill_role
@@ -162,14 +164,49 @@ def _opening(change: Callable[[Session, Generate], Generate]) -> AbstractContext
 def failover_forgets_the_tokens_that_were_delivered() -> Iterator[None]:
     """And no node says where its tokens start, which would give it away."""
 
-    def pass_on(original: Any, *args: Any, **more: Any) -> list[decode_role.Command]:
-        first, *rest = original(*args, **more)
-        return [decode_role.Emit(msgspec.structs.replace(first.item, start=None)), *rest]
+    def pass_on(original: Any, *args: Any) -> Any:
+        emit, *others = original(*args)
+        return [decode_role.Emit(msgspec.structs.replace(emit.item, start=None)), *others]
 
-    with (
-        _opening(lambda session, body: msgspec.structs.replace(body, tokens=list(session.prompt))),
-        _around(decode_role.GenerateCall, "_pass_on", pass_on),
-    ):
+    def forgetful(session: Session, body: Generate) -> Generate:
+        branches = tuple(Branch(branch.choice) for branch in body.branches)
+        return msgspec.structs.replace(body, tokens=list(session.prompt), branches=branches)
+
+    with _opening(forgetful), _around(decode_role.GenerateCall, "_pass_on", pass_on):
+        yield
+
+
+@plant
+def choices_are_drawn_alike() -> Iterator[None]:
+    def requests(original: Any, self: Choices) -> Any:
+        first, *forks = original(self)
+        for fork in forks:
+            fork.sampling = first.sampling
+        return [first, *forks]
+
+    with _around(Choices, "requests", requests):
+        yield
+
+
+@plant
+def a_fork_writes_to_the_block_that_it_shares() -> Iterator[None]:
+    def copy(original: Any, self: Forks, fork: EngineRequest, block: Any) -> None:
+        original(self, fork, block)
+        self._pool.copies.pop()
+
+    with _around(Forks, "copy", copy):
+        yield
+
+
+@plant
+def a_choice_that_has_finished_is_asked_for_again() -> Iterator[None]:
+    def finish(original: Any, self: Session, at_s: float, choice: Any, reason: Any, why: str) -> Any:
+        commands = original(self, at_s, choice, reason, why)
+        if self.choices.unfinished:
+            choice.finish = None
+        return commands
+
+    with _around(Session, "_finish", finish):
         yield
 
 
@@ -198,7 +235,8 @@ def a_failed_node_is_asked_again_at_once() -> Iterator[None]:
 def the_first_token_is_drawn_again_when_its_blocks_are_lost() -> Iterator[None]:
     def lost(original: Any, self: Any, error: Any, now_s: float) -> Any:
         if self.state is decode_role.State.PULLING:
-            self._tokens.pop()
+            for choice in self._choices.open:
+                choice.tokens.pop()
         return original(self, error, now_s)
 
     with _around(decode_role.GenerateCall, "_lost", lost):
