@@ -19,6 +19,7 @@ class Runner(Protocol):
     model_digest: str
     """Of the model as it computes: `quantization` enters it."""
     quantization: str
+    """How its weights are, and that activations are not where only weights are (`weights_only`)."""
 
     num_host_blocks: int
     """Places of the host tier (`kv_cache.host_tier`); 0 without one."""

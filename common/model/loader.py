@@ -18,7 +18,7 @@ from common.errors import ConfigError
 from common.messages import KVLayout, LayerKV
 from common.model import rope
 from common.model.quantised_weights import round_weights
-from common.model.quantization import Quantization, quantised_digest
+from common.model.quantization import Quantization, quantised_digest, weights_only
 from common.model.store import model_digest
 from common.model.weights import Model, load_config, load_model
 
@@ -63,7 +63,7 @@ class LoadedModel:
     max_model_len: int
     vocab_size: int
     digest: str
-    quantization: Quantization
+    quantization: str
 
 
 def load(
@@ -95,16 +95,17 @@ def load(
         itemsize=(kv_dtype or dtype).itemsize,
         layers=tuple(LayerKV(layer.num_kv_heads, layer.k_head_dim, layer.v_head_dim) for layer in layers),
     )
-    digest = quantised_digest(model_digest(folder), quantization)
+    computed = weights_only(quantization)
+    digest = quantised_digest(model_digest(folder), computed)
     log.info(
         "model loaded",
         folder=str(folder),
         architecture=type(module).__name__,
         mapped=mapped,
-        quantization=quantization,
+        quantization=computed,
         digest=digest,
     )
-    return LoadedModel(module, layers, layout, length, text.vocab_size, digest, quantization)
+    return LoadedModel(module, layers, layout, length, text.vocab_size, digest, computed)
 
 
 def _length(text: Any, asked: int) -> int:

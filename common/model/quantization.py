@@ -25,7 +25,12 @@ def resolve_quantization(setting: Literal["auto", "none", "int8", "int4"], folde
     return "checkpoint" if (folder / KEPT_WEIGHTS).is_file() else "none"
 
 
-def quantised_digest(digest: str, quantization: Quantization) -> str:
+def weights_only(quantization: Quantization) -> str:
+    """The name of one that leaves activations alone, as all but our kernels do: it computes other numbers."""
+    return quantization if quantization == "none" else f"{quantization} (weights only)"
+
+
+def quantised_digest(digest: str, quantization: str) -> str:
     """Of a model that computes other numbers than the one whose digest this is, unless nothing is quantised."""
     if quantization == "none":
         return digest

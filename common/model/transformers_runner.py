@@ -144,7 +144,7 @@ class TransformersRunner:
         self.vocab_size = loaded.vocab_size
         self.model_digest = loaded.digest
         self.logprobs: dict[RequestId, list[float]] = {}
-        self.quantization: str = loaded.quantization
+        self.quantization = loaded.quantization
         self._module = loaded.module
         self._layers = loaded.layers
         self._backend = backend

@@ -3,6 +3,9 @@
 A layer's weights are fp32, bf16 (computed in fp32), or unsigned integers of 4 or 8 bits in groups of 32 along k
 with an fp16 scale and minimum each: weight = scale * value + minimum. GGUF's Q4_1 is that as it stands; Q4_0 and
 Q8_0 take a minimum of -8 and -128 scales. Packed, outputs stand in tiles of 16, the same on every machine.
+
+Before quantised weights a row's activations are rounded too, in the same groups: to 8 bits, but to 15 in those four
+neighbours that hold the group's largest (`csrc/gemm_q.h` has the formulas).
 """
 
 import ctypes

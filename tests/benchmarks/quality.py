@@ -5,8 +5,8 @@ true text given up to each position. Answers: fp32's own greedy answers to 20 qu
 the same way; `equal` is how many tokens come before the first other one, which is where free-running answers would
 part, and `whole` how many answers never part.
 
-Weights: `none` are fp32, `auto` the checkpoint's own width. Activations: as they are; `int8`, before each linear
-layer rounded in groups of 32, as the kernels do it. The rows of one engine come from `Runner.logits` itself, many
+Weights: `none` are fp32, `auto` the checkpoint's own width. Activations: as they are, or rounded before each linear
+layer as the kernels round them before quantised ones. The rows of the engine come from `Runner.logits` itself, many
 sequences a step; all others are simulated with transformers.
 """
 
@@ -217,15 +217,14 @@ def measure(quick: bool, progress: Progress) -> Result:
     task = make_task(folder, engine)
     simulated = [(weights, rounded) for weights in WEIGHTS for rounded in (False, True)]
     if quick:
-        simulated = [("none", True), ("auto", False), ("auto", True)]
-    served: tuple[Weights, ...] = ("none", "auto") if quick else WEIGHTS
+        simulated = [("auto", False), ("auto", True)]
     rows = []
     for done, (weights, rounded) in enumerate(simulated):
         progress("quality: simulated", done, len(simulated))
         way = Simulated(folder, weights, _every if rounded else _no)
-        rows.append(task.row(way, "transformers", weights, "int8" if rounded else "fp32"))
-    for done, weights in enumerate(served):
-        progress("quality: the engine", done, len(served))
+        rows.append(task.row(way, "transformers", weights, "rounded" if rounded else "fp32"))
+    for done, weights in enumerate(WEIGHTS):
+        progress("quality: the engine", done, len(WEIGHTS))
         engine = engine if weights == "none" else load_engine(folder, weights)
         rows.append(task.row(engine, "engine", weights, "its own"))
     return Result(

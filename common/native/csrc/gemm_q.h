@@ -1,11 +1,16 @@
 // Products with weights of 4 or 8 bits in groups of 32 along k: weight = scale * u + minimum.
 //
-// A row's activations are quantised in the same groups: s = max|x| / 127, a = x / s rounded to the nearest integer
-// (ties to even), t = s * sum(a). An output is then one chain over the groups in order, from 0, in a lane of its own:
+// A row's activations are quantised in the same groups. Of a group's eight steps of four k, the high step is the last
+// that holds the largest magnitude; it may take 15 bits, the others 8, for most groups have few large values:
+//     s = max(max|x| / 128, max|x| outside of the high step) / 127
+//     a = x / s rounded to the nearest integer (ties to even): up to 127 * 128 in the high step, elsewhere 127
+//     t = s * sum(a)
+// An output is then one chain over the groups in order, from 0, in a lane of its own:
 //     y = fma(dot(u, a), scale * s, y)      the dot an exact integer
 //     y = fma(minimum, t, y)
 // A group whose largest value is infinite or NaN has such an s and makes the row's outputs NaN or infinite.
-// Rows come in panels: for each group kWords * 8 words of each step and row, then s and t of each row.
+// Rows come in panels: for each group kWords * 8 words of each step and row, then s and t of each row and, for a Dot
+// of bytes, the high step's high bytes and where its weights begin.
 
 #pragma once
 
@@ -15,8 +20,9 @@
 namespace {
 
 constexpr int kGroup = 32;
-constexpr int kSteps = 8;               // of four k in a group
-constexpr int kGroupsAhead = 8;         // between what is read and what is fetched
+constexpr int kSteps = 8;                 // of four k in a group
+constexpr int kStepBytes = 4 * kOutputs;  // of weights, a byte each
+constexpr int kGroupsAhead = 8;           // between what is read and what is fetched
 constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds, and leaves the integer in the low bits
 
 // Rows of a panel. Their float sums may wait in the nearest cache while integers take the registers.
@@ -30,7 +36,7 @@ constexpr int kQuantisedRows = 2;
 
 template <class Dot>
 constexpr int64_t group_words(int rows) {
-    return (int64_t)(kSteps * Dot::kWords + 2) * rows;
+    return (int64_t)(kSteps * Dot::kWords + (Dot::kBytes ? 4 : 2)) * rows;
 }
 
 INLINE vf load_half(const uint16_t* p) {
@@ -51,20 +57,16 @@ INLINE vf load_half(const uint16_t* p) {
 template <int step>
 INLINE vi across(vi x) {
     vi y;
-#if BATON_WIDTH == 8 && defined(__AVX2__)
-    if (step == 4) return (vi)_mm256_permute2x128_si256((__m256i)x, (__m256i)x, 1);
-    return (vi)_mm256_shuffle_epi32((__m256i)x, step == 2 ? 0x4e : 0xb1);
-#endif
+#if defined(__clang__)
     for (int i = 0; i < kWidth; i++) y[i] = x[i ^ step];
     return y;
+#else  // GCC makes one instruction of this only
+    for (int i = 0; i < kWidth; i++) y[i] = i ^ step;
+    return __builtin_shuffle(x, y);
+#endif
 }
-template <int step = kWidth / 2>
-INLINE vi largest_lane(vi x) {
-    vi other = across<step>(x);
-    x = other > x ? other : x;
-    if constexpr (step > 1) return largest_lane<step / 2>(x);
-    return x;
-}
+INLINE vi larger(vi a, vi b) { return a > b ? a : b; }
+INLINE vi smaller(vi a, vi b) { return a < b ? a : b; }
 template <int step = kWidth / 2>
 INLINE vf sum_lanes(vf x) {
     x += (vf)across<step>((vi)x);
@@ -72,61 +74,70 @@ INLINE vf sum_lanes(vf x) {
     return x;
 }
 
-// The low bytes of integers -128 .. 127.
-INLINE void store_bytes(const vi values[kGroup / kWidth], int8_t bytes[kGroup]) {
-#if BATON_WIDTH == 16 && defined(__AVX512F__)
-    for (int i = 0; i < 2; i++)
-        _mm_storeu_si128((__m128i*)(bytes + 16 * i), _mm512_cvtepi32_epi8((__m512i)values[i]));
-#elif BATON_WIDTH == 8 && defined(__AVX2__)
-    __m256i low = _mm256_packs_epi32((__m256i)values[0], (__m256i)values[1]);
-    __m256i high = _mm256_packs_epi32((__m256i)values[2], (__m256i)values[3]);
-    __m256i mixed = _mm256_packs_epi16(low, high);  // fours of 0, 2, 4, 6, then of 1, 3, 5, 7
-    _mm256_storeu_si256((__m256i*)bytes, _mm256_permutevar8x32_epi32(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
-#else
-    for (int i = 0; i < kGroup; i++) bytes[i] = (int8_t)values[i / kWidth][i % kWidth];
-#endif
-}
-
-// Rounds quotients to bytes; returns their sum (integers far below 2^24: exact in any order).
-INLINE float round_group(const vf quotients[kGroup / kWidth], int8_t bytes[kGroup]) {
-    vi rounded[kGroup / kWidth];
+// Rounds quotients to integers; returns their sum (far below 2^24: exact in any order).
+INLINE float round_group(const vf quotients[kGroup / kWidth], vi numbers[kGroup / kWidth]) {
     vf sum = {};
     for (int i = 0; i < kGroup / kWidth; i++) {
         vf shifted = quotients[i] + splat(kRounder);
-        rounded[i] = (vi)shifted - (vi)splat(kRounder);
+        numbers[i] = (vi)shifted - (vi)splat(kRounder);
         sum += shifted - splat(kRounder);
     }
-    store_bytes(rounded, bytes);
     return sum_lanes(sum)[0];
 }
 
-// A subnormal scale is too coarse to keep its largest quotient at 127, and may be 0.
-NOINLINE float round_tiny_group(const float* x, float scale, int8_t bytes[kGroup]) {
+// A subnormal scale is too coarse to keep the largest quotients within their limits, and may be 0.
+NOINLINE float round_tiny_group(const float* x, float scale, int high, vi numbers[kGroup / kWidth]) {
     vf quotients[kGroup / kWidth];
     for (int i = 0; i < kGroup; i++) {
-        float quotient = scale == 0.0f ? 0.0f : x[i] / scale;
-        quotients[i / kWidth][i % kWidth] = quotient > 127.0f ? 127.0f : quotient < -127.0f ? -127.0f : quotient;
+        const float quotient = scale == 0.0f ? 0.0f : x[i] / scale, limit = i / 4 == high ? 127 * 128.0f : 127.0f;
+        quotients[i / kWidth][i % kWidth] = quotient > limit ? limit : quotient < -limit ? -limit : quotient;
     }
-    return round_group(quotients, bytes);
+    return round_group(quotients, numbers);
 }
 
-// One row's group: bytes, s and t.
-INLINE void quantise_group(const float* x, int8_t bytes[kGroup], float* s, float* t) {
-    vf values[kGroup / kWidth];
-    vi largest = {};
-    for (int i = 0; i < kGroup / kWidth; i++) {
-        values[i] = load(x + i * kWidth);
-        vi bits = (vi)values[i] & INT32_MAX;  // ordered as the magnitudes are, then infinity, then NaN
-        largest = bits > largest ? bits : largest;
+// Of a group's steps: the largest magnitude's bits (in every lane), the largest of the other steps, and which it is.
+struct Steps {
+    vi largest, second, high;
+
+    // In every lane its step's largest magnitude; as integers they are ordered so, then infinity, then NaN.
+    explicit Steps(const vf values[kGroup / kWidth]) : largest{}, second{}, high{} {
+        vi steps[kGroup / kWidth], number;
+        for (int i = 0; i < kGroup / kWidth; i++) {
+            vi bits = (vi)values[i] & INT32_MAX;
+            bits = larger(bits, across<1>(bits));
+            steps[i] = larger(bits, across<2>(bits));
+            join(steps[i], vi{});
+        }
+        if constexpr (kWidth >= 8) join(across<4>(largest), across<4>(second));
+        if constexpr (kWidth >= 16) join(across<8>(largest), across<8>(second));
+        for (int i = 0; i < kWidth; i++) number[i] = i / 4;
+        for (int i = 0; i < kGroup / kWidth; i++, number += kWidth / 4) high = larger(high, (steps[i] == largest) & number);
+        if constexpr (kWidth >= 8) high = larger(high, across<4>(high));
+        if constexpr (kWidth >= 16) high = larger(high, across<8>(high));
     }
-    const float scale = ((vf)largest_lane(largest))[0] / 127.0f;
+
+  private:
+    void join(vi other_largest, vi other_second) {
+        second = larger(larger(second, other_second), smaller(largest, other_largest));
+        largest = larger(largest, other_largest);
+    }
+};
+
+// One row's group: integers, s and t. Returns its high step.
+INLINE int quantise_group(const float* x, vi numbers[kGroup / kWidth], float* s, float* t) {
+    vf values[kGroup / kWidth];
+    for (int i = 0; i < kGroup / kWidth; i++) values[i] = load(x + i * kWidth);
+    const Steps steps(values);
+    const int high = steps.high[0];
+    const float scale = ((vf)larger(steps.second, (vi)((vf)steps.largest * splat(1.0f / 128))))[0] / 127.0f;
     *s = scale;
     if (scale < 0x1p-126f) {
-        *t = scale * round_tiny_group(x, scale, bytes);
-        return;
+        *t = scale * round_tiny_group(x, scale, high, numbers);
+        return high;
     }
     for (vf& value : values) value /= splat(scale);
-    *t = scale * round_group(values, bytes);
+    *t = scale * round_group(values, numbers);
+    return high;
 }
 
 // A panel of `rows` rows.
@@ -135,10 +146,13 @@ void quantise_panel(const float* x, int64_t stride, int rows, int groups, int32_
     for (int r = 0; r < rows; r++) {
         int32_t* words = out;
         for (int g = 0; g < groups; g++, words += group_words<Dot>(rows)) {
-            alignas(64) int8_t bytes[kGroup];
-            float* factors = (float*)(words + kSteps * Dot::kWords * rows);
-            quantise_group(x + r * stride + g * kGroup, bytes, factors + r, factors + rows + r);
-            Dot::pack(bytes, rows, words + r);
+            vi numbers[kGroup / kWidth];
+            int32_t* after = words + kSteps * Dot::kWords * rows + r;
+            const int high = quantise_group(x + r * stride + g * kGroup, numbers, (float*)after, (float*)after + rows);
+            const int32_t high_bytes = Dot::pack(numbers, high, rows, words + r);
+            if (!Dot::kBytes) continue;
+            after[2 * rows] = high_bytes;
+            after[3 * rows] = high * kStepBytes;
         }
     }
 }
@@ -164,6 +178,12 @@ struct PackedTile {
         vi both = load_words(group + step % 4 * 4 * kOutputs);
         return Dot::weight((step < 4 ? both : (vi)((vu)both >> 4)) & 0x0f0f0f0f);
     }
+    // For Dots of bytes: the step that begins so many bytes into a group of unpacked ones.
+    INLINE vi high_weight(const PackedTile& tile, int g, uint32_t at, int j) {
+        const uint8_t* group = tile.data + (int64_t)g * kGroupBytes + j * sizeof(vi);
+        if (Bits == 8) return load_words(group + at);
+        return (vi)((vu)load_words(group + at % kGroupBytes) >> (at < kGroupBytes ? 0 : 4)) & 0x0f0f0f0f;
+    }
     INLINE vf scale(const PackedTile& tile, int g, int j) { return load_half(tile.scales + g * kOutputs + j * kWidth); }
     INLINE vf minimum(const PackedTile& tile, int g, int j) {
         return load_half(tile.minimums + g * kOutputs + j * kWidth);
@@ -180,6 +200,9 @@ struct OpenTile {
     INLINE void fetch_ahead(const OpenTile&, int) {}
     INLINE typename Dot::Weight weight(const OpenTile& tile, int g, int step, int j) {
         return Dot::load(tile.weights + ((g * kSteps + step) * kVectors + j) * sizeof(typename Dot::Weight));
+    }
+    INLINE vi high_weight(const OpenTile& tile, int g, uint32_t at, int j) {
+        return load_words(tile.weights + (int64_t)g * kSteps * kStepBytes + at + j * sizeof(vi));
     }
     INLINE vf scale(const OpenTile& tile, int g, int j) { return load(tile.factors + 2 * g * kOutputs + j * kWidth); }
     INLINE vf minimum(const OpenTile& tile, int g, int j) {
@@ -222,13 +245,18 @@ NOINLINE void quantised_sums(const Tile& tile, int groups, const int32_t* x, flo
                 for (int j = 0; j < kVectors; j++) dots[r][j] = Dot::add(dots[r][j], weight[j], value);
             }
         }
-        const float* factors = (const float*)(x + kSteps * Dot::kWords * R);
-        for (int j = 0; j < kVectors; j++) {
-            vf scale = Tile::scale(tile, g, j), minimum = Tile::minimum(tile, g, j);
-            for (int r = 0; r < R; r++) {
-                vf dot = __builtin_convertvector(Dot::total(dots[r][j]), vf);
-                acc[r][j] = fma(dot, scale * splat(factors[r]), acc[r][j]);
-                acc[r][j] = fma(minimum, splat(factors[R + r]), acc[r][j]);
+        const int32_t* after = x + kSteps * Dot::kWords * R;
+        const float* factors = (const float*)after;
+        vf scale[kVectors], minimum[kVectors];
+        for (int j = 0; j < kVectors; j++) scale[j] = Tile::scale(tile, g, j), minimum[j] = Tile::minimum(tile, g, j);
+        for (int r = 0; r < R; r++) {
+            const vf s = splat(factors[r]), t = splat(factors[R + r]);
+            for (int j = 0; j < kVectors; j++) {
+                vi dot = dots[r][j];
+                if constexpr (Dot::kBytes)
+                    dot = Dot::total(dot, Tile::high_weight(tile, g, after[3 * R + r], j), splat_word(after[2 * R + r]));
+                acc[r][j] = fma(__builtin_convertvector(dot, vf), scale[j] * s, acc[r][j]);
+                acc[r][j] = fma(minimum[j], t, acc[r][j]);
             }
         }
     }

@@ -30,7 +30,7 @@ namespace {
 constexpr int64_t kNearBytes = 192 << 10;  // of a block of rows: half of a small L2 cache
 constexpr int kFewestRows = 48;            // of a block, however wide its rows: every block reads all weights
 constexpr int kDepth = 320;                // steps of k whose weights, 64 bytes each, stay in an L1 cache
-constexpr int kPanelsToOpen = 16;          // a tile is unpacked for so many panels, else by each as it goes
+constexpr int kPanelsToOpen = 5;           // a tile is unpacked for so many panels, else by each as it goes
 constexpr int kShare = 4;                  // parts of the work for each thread, at least
 constexpr int64_t kMostProducts = 1 << 24; // of a part: under half a millisecond, for lent cores are given back between
 

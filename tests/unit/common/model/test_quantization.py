@@ -11,6 +11,7 @@ from common.model.kept_weights import save_quantised
 from common.model.quantised_weights import linear_weights, quantised_weights
 from common.model.quantization import Quantization, quantised_digest, resolve_quantization
 from common.model.quantize import dequantise, quantise
+from common.model.store import model_digest
 from tests.tiny_models import save_model
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -91,7 +92,7 @@ def test_a_checkpoint_that_keeps_all_weights_loads_as_its_fp32_twin(tmp_path: Pa
     plain, kept = load(tmp_path), load(tmp_path, "checkpoint")
     for name, weight in plain.module.named_parameters():
         assert torch.equal(weight, kept.module.get_parameter(name))
-    assert kept.quantization == "checkpoint"
+    assert kept.quantization == "checkpoint (weights only)"
 
 
 def test_each_quantization_has_a_digest_of_its_own(tmp_path: Path) -> None:
@@ -101,3 +102,17 @@ def test_each_quantization_has_a_digest_of_its_own(tmp_path: Path) -> None:
     assert len(digests) == 4
     assert {len(digest) for digest in digests} == {32}
     assert quantised_digest("d" * 32, "none") == "d" * 32
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "checkpoint"])
+def test_a_model_whose_activations_are_not_rounded_is_another_than_the_one_our_kernels_run(
+    quantization: Quantization, tmp_path: Path
+) -> None:
+    loaded = load(save_model("llama", tmp_path), quantization)
+    assert loaded.quantization == f"{quantization} (weights only)"
+    assert loaded.digest != quantised_digest(model_digest(tmp_path), quantization)
+
+
+def test_what_is_not_quantised_is_the_same_model_whoever_runs_it(tmp_path: Path) -> None:
+    loaded = load(save_model("llama", tmp_path))
+    assert (loaded.quantization, loaded.digest) == ("none", model_digest(tmp_path))

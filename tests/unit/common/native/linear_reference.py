@@ -39,9 +39,12 @@ def quantised_product(x: Floats, values: npt.NDArray[np.uint8], scales: Floats, 
     return y
 
 
-def quantised_group(x: Floats) -> tuple[npt.NDArray[np.int8], Floats, Floats]:
+def quantised_group(x: Floats) -> tuple[npt.NDArray[np.int16], Floats, Floats]:
     """Integers [rows, 32], s [rows] and t [rows] of one group of activations [rows, 32]."""
-    s = np.abs(x).max(1) / np.float32(127)
+    steps = np.abs(x).reshape(-1, 8, 4).max(2)
+    is_high = np.arange(8) == 7 - steps[:, ::-1].argmax(1)[:, None]  # the last of the largest
+    s = np.where(is_high, steps * np.float32(2**-7), steps).max(1) / np.float32(127)
     quotient = np.divide(x, s[:, None], out=np.zeros_like(x), where=s[:, None] != 0)
-    a = np.rint(np.clip(quotient, -127, 127)).astype(np.int8)
+    limit = np.where(is_high, 127 * 128, 127).repeat(4, 1).astype(np.float32)
+    a = np.rint(np.clip(quotient, -limit, limit)).astype(np.int16)
     return a, s, s * a.sum(1, dtype=np.int32).astype(np.float32)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
+from common.model.quantize import fake_quantise_rows
 from common.native.build import SOURCES, library
 from common.native.linear import (
     Kind,
@@ -49,13 +50,6 @@ def layer(kind: Kind, n: int, k: int, bias: torch.Tensor | None = None) -> Packe
     return pack_quantised(*quantised_parts(n, k, bits), bits, bias)
 
 
-def with_quantised_rows(x: torch.Tensor) -> torch.Tensor:
-    """The rows as the arithmetic of quantised layers sees them, float64."""
-    groups = x.double().view(x.shape[0], -1, 32)
-    scale = groups.abs().amax(2, keepdim=True) / 127
-    return ((groups / scale).round() * scale).view(x.shape)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_products_are_near_those_of_float64(kind: Kind, n: int, k: int) -> None:
@@ -64,7 +58,7 @@ def test_products_are_near_those_of_float64(kind: Kind, n: int, k: int) -> None:
         x = random(rows, k)
         y = linear(packed, x)
         quantised = kind in (Kind.Q8, Kind.Q4)
-        wanted = (with_quantised_rows(x) if quantised else x.double()) @ dequantised(packed).double().T
+        wanted = (fake_quantise_rows(x.double()) if quantised else x.double()) @ dequantised(packed).double().T
         # A tie may round either way in float64: then one integer of a group differs by 1.
         largest = wanted.abs().max() * (2e-3 if quantised else 2e-6) + 1e-6 * k**0.5
         assert (y - wanted).abs().max() < largest
