@@ -22,11 +22,12 @@ _COUNT, _SECONDS = "baton_gateway_request_seconds_count", "baton_gateway_request
 
 
 class Deployment:
-    """`baton up` with these flags. Leaving it stops everything and asserts that nothing is left."""
+    """`baton up` with these flags, and the checkpoint's own weights as by default. Leaving it stops everything and
+    asserts that nothing is left."""
 
     def __init__(self, name: str, *flags: str, log_dir: Path) -> None:
         self.name = name
-        self._up = BatonUp(*flags, log_dir=log_dir)
+        self._up = BatonUp("--quantization", "auto", *flags, log_dir=log_dir)
         self._resources = AsyncExitStack()
         self.ready_s = 0.0
 
