@@ -73,7 +73,8 @@ async def serve(
             await asyncio.gather(*watching)
         finally:
             await site.stop()
-            await gateway.finish(config.drain_s)
+            # A task of its own: this one is being cancelled, where asyncio.timeout fails before Python 3.11.3
+            await asyncio.create_task(gateway.finish(config.drain_s), name="finish")
 
 
 def _check_bind(config: GatewayConfig) -> None:
