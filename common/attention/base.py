@@ -5,6 +5,7 @@ The pool is a single tensor of whole blocks (`messages.KVLayout`), so a backend 
 `b` at `pool[b] + offset`, reads it in place and never gathers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,6 +74,24 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:  # [num_tokens, num_heads, v_head_dim]
         """Store `key` and `value` of the real rows in the pool, then attend causally over the context."""
         ...
+
+
+def beyond_limits(
+    layer: LayerSpec, dtype: torch.dtype, block_size: int, *, dtypes: Sequence[torch.dtype], most_head_dim: int
+) -> str | None:
+    """`AttentionBackend.unsupported` of a backend whose kernels take any layer but for types and head dimensions."""
+    if dtype not in dtypes:
+        *others, last = (str(one).removeprefix("torch.") for one in dtypes)
+        return f"KV of type {dtype} ({', '.join(others)} and {last} are supported)"
+    if layer.num_heads % layer.num_kv_heads:
+        return f"{layer.num_heads} heads do not divide into {layer.num_kv_heads} KV heads"
+    if max(layer.k_head_dim, layer.v_head_dim) > most_head_dim:
+        return f"a head dimension above {most_head_dim}"
+    if layer.sinks is not None and layer.sinks.numel() != layer.num_heads:
+        return f"{layer.sinks.numel()} sinks for {layer.num_heads} heads"
+    if block_size < 1 or (layer.window is not None and layer.window < 1):
+        return "a block size or window below 1"
+    return None
 
 
 BACKENDS = {

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from common.attention.base import AttentionBatch, LayerSpec
-from common.errors import ConfigError, InternalError
+from common.attention.base import AttentionBatch, LayerSpec, beyond_limits
+from common.errors import InternalError
 from common.native.abi import BatchArgs, LayerArgs, RowsArgs
-from common.native.build import SOURCES, library
+from common.native.build import SOURCES, library, unavailable
 
 _SOURCE = SOURCES / "attention.cpp"
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -61,26 +61,10 @@ class NativeAttention:
         """Why the kernel cannot be used on this machine, or None. Compiles it if need be (some seconds, once)."""
         if device_type != "cpu":
             return "it is for the CPU"
-        try:
-            load_library(library(_SOURCE))
-        except ConfigError as error:
-            return error.message
-        except OSError as error:
-            return f"the compiled kernel does not load: {error}"
-        return None
+        return unavailable(lambda: load_library(library(_SOURCE)))
 
     def unsupported(self, layer: LayerSpec, dtype: torch.dtype, block_size: int) -> str | None:
-        if dtype not in _DTYPES:
-            return f"KV of type {dtype} (float32 and bfloat16 are supported)"
-        if layer.num_heads % layer.num_kv_heads:
-            return f"{layer.num_heads} heads do not divide into {layer.num_kv_heads} KV heads"
-        if max(layer.k_head_dim, layer.v_head_dim) > _MAX_HEAD_DIM:
-            return f"a head dimension above {_MAX_HEAD_DIM}"
-        if layer.sinks is not None and layer.sinks.numel() != layer.num_heads:
-            return f"{layer.sinks.numel()} sinks for {layer.num_heads} heads"
-        if block_size < 1 or (layer.window is not None and layer.window < 1):
-            return "a block size or window below 1"
-        return None
+        return beyond_limits(layer, dtype, block_size, dtypes=_DTYPES, most_head_dim=_MAX_HEAD_DIM)
 
     def attend(
         self, layer: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: AttentionBatch

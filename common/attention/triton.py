@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from common.attention.base import AttentionBatch, LayerSpec
+from common.attention.base import AttentionBatch, LayerSpec, beyond_limits
 
 DECODE_ROWS = 16  # the fewest that a tensor core takes; heads of a group share them
 PREFILL_ROWS = 32
@@ -72,17 +72,7 @@ class TritonAttention:
         return None if device_type == "cuda" else "it needs a CUDA device"
 
     def unsupported(self, layer: LayerSpec, dtype: torch.dtype, block_size: int) -> str | None:
-        if dtype not in _DTYPES:
-            return f"KV of type {dtype} (float32, bfloat16 and float16 are supported)"
-        if layer.num_heads % layer.num_kv_heads:
-            return f"{layer.num_heads} heads do not divide into {layer.num_kv_heads} KV heads"
-        if max(layer.k_head_dim, layer.v_head_dim) > _MAX_HEAD_DIM:
-            return f"a head dimension above {_MAX_HEAD_DIM}"
-        if layer.sinks is not None and layer.sinks.numel() != layer.num_heads:
-            return f"{layer.sinks.numel()} sinks for {layer.num_heads} heads"
-        if block_size < 1 or (layer.window is not None and layer.window < 1):
-            return "a block size or window below 1"
-        return None
+        return beyond_limits(layer, dtype, block_size, dtypes=_DTYPES, most_head_dim=_MAX_HEAD_DIM)
 
     def attend(
         self, layer: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: AttentionBatch

@@ -1,9 +1,11 @@
-"""A step's logits to its tokens, for whoever has the logits."""
+"""A step's logits to its tokens, and the part of a runner that is the same whoever computes the logits."""
 
+from abc import ABC, abstractmethod
 from itertools import islice
 
 import numpy as np
 
+from common.cores import HostCores
 from common.engine.request import StepPlan
 from common.messages import RequestId
 from common.model.sampler import Logits, sample
@@ -45,3 +47,30 @@ def logprobs(logits: Logits, tokens: list[int], plan: StepPlan) -> dict[RequestI
             if chunk.request.sampling.scored:
                 scores[chunk.request.id] = [score(token) for token in own]
     return scores
+
+
+class DrawingRunner(ABC):
+    """What `model.base.Runner` asks beside the forward pass: cores at work and at rest, tokens, their scores."""
+
+    def __init__(self, cores: HostCores | None) -> None:
+        """`cores` is the node's place on this host."""
+        self.logprobs: dict[RequestId, list[float]] = {}
+        self._cores = cores
+
+    def rest(self) -> None:
+        """See `Runner.rest`."""
+        if self._cores is not None:
+            self._cores.rest()
+
+    def execute(self, plan: StepPlan) -> list[int]:
+        """See `Runner.execute`."""
+        if self._cores is not None:
+            self._cores.work()
+        logits = self.logits(plan)
+        tokens = draw(logits, plan)
+        self.logprobs = logprobs(logits, tokens, plan) if is_scored(plan) else {}
+        return tokens
+
+    @abstractmethod
+    def logits(self, plan: StepPlan) -> Logits:
+        """The forward pass alone: [chunks that sample, vocab], for the token after each."""

@@ -15,7 +15,7 @@ from common.model.packing import Prepared, gather
 from common.model.program import Floats, PackedWeight, unavailable
 from common.model.quantization import Quantization, quantised_digest, resolve_quantization
 from common.model.recipe import LOWERED, Recipe
-from common.model.store import Progress, cache_root, cached, model_digest
+from common.model.store import Progress, cache_root, cached, model_digest, weight_files
 
 _VERSION = 1  # raise it when what `prepare` writes changes: old files are then left alone
 
@@ -47,7 +47,7 @@ def open_prepared(folder: Path, model: ModelConfig, *, progress: Progress) -> Op
         return target
 
     target = prepared_path(folder, model)
-    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    num_bytes = sum(path.stat().st_size for path in weight_files(folder))
     path = cached(target.parent, target.name, num_bytes, build, progress)
     digest = quantised_digest(model_digest(folder), quantization)
     opened = read_prepared(path, digest=digest, quantization=quantization)

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import ConfigError, InternalError
+from common.errors import InternalError
 from common.model.recipe import Recipe
 from common.model.step import StepArrays
-from common.native import abi
+from common.native import abi, build
 from common.native.build import SOURCES, library
 from common.native.loans import Loans
 
@@ -53,13 +53,7 @@ def kernels() -> ctypes.CDLL:
 
 def unavailable() -> str | None:
     """Why no program can run on this machine, or None. Compiles the kernels if need be (some seconds, once)."""
-    try:
-        kernels()
-    except ConfigError as error:
-        return error.message
-    except OSError as error:
-        return f"the compiled kernels do not load: {error}"
-    return None
+    return build.unavailable(kernels)
 
 
 class Program:

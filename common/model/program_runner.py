@@ -12,9 +12,9 @@ from common.engine.request import StepPlan
 from common.kv_cache.cache import num_pool_blocks
 from common.kv_cache.host_tier import copy_rows
 from common.kv_cache.memory import PoolMemory, allocate, allocate_host_tier
-from common.messages import BlockId, Incarnation, RequestId
+from common.messages import BlockId, Incarnation
 from common.model import philox
-from common.model.draws import draw, is_scored, logprobs
+from common.model.draws import DrawingRunner
 from common.model.prepared import Opened
 from common.model.program import Floats, Program
 from common.model.step import step_arrays
@@ -58,7 +58,7 @@ def program_runner(
     return ProgramRunner(program, memory, opened, max_model_len=max_model_len, host=host, cores=cores), memory
 
 
-class ProgramRunner:
+class ProgramRunner(DrawingRunner):
     """A `model.base.Runner` over a `Program`: a row's bits depend on its own sequence alone, without padding."""
 
     def __init__(
@@ -72,36 +72,21 @@ class ProgramRunner:
         cores: HostCores | None = None,
     ) -> None:
         """`host`, the host tier, is [num_blocks, block_bytes]; `cores` is the node's place on this host."""
+        super().__init__(cores)
         self.layout = memory.layout
         self.max_model_len = max_model_len
         self.vocab_size = program.recipe.vocab_size
         self.model_digest = opened.digest
-        self.logprobs: dict[RequestId, list[float]] = {}
         self.quantization: str = opened.quantization
         self.program = program
-        self._cores = cores
         self._blocks = memory.blocks
         self._host = memory.blocks[:0] if host is None else host
         self.num_host_blocks = len(self._host)
-
-    def rest(self) -> None:
-        """See `Runner.rest`."""
-        if self._cores is not None:
-            self._cores.rest()
-
-    def execute(self, plan: StepPlan) -> list[int]:
-        """See `Runner.execute`."""
-        if self._cores is not None:
-            self._cores.work()
-        logits = self.logits(plan)
-        tokens = draw(logits, plan)
-        self.logprobs = logprobs(logits, tokens, plan) if is_scored(plan) else {}
-        return tokens
 
     def copy_blocks(self, copies: Sequence[tuple[BlockId, BlockId]]) -> None:
         """See `Runner.copy_blocks`."""
         copy_rows(self._blocks, self._host, copies)
 
     def logits(self, plan: StepPlan) -> Floats:
-        """The forward pass alone: [chunks that sample, vocab], for the token after each."""
+        """See `DrawingRunner.logits`."""
         return self.program.run(step_arrays(plan.chunks, self.layout.block_size))

@@ -20,9 +20,9 @@ from common.kv_cache.cache import num_pool_blocks
 from common.kv_cache.host_tier import copy_rows
 from common.kv_cache.memory import PoolMemory
 from common.kv_cache.tensor_pool import open_host_tier, open_pool
-from common.messages import BlockId, Incarnation, RequestId
+from common.messages import BlockId, Incarnation
 from common.model import loader, philox
-from common.model.draws import draw, is_scored, logprobs
+from common.model.draws import DrawingRunner
 from common.model.experts import expert_layers, expert_products, pad_experts
 from common.model.loader import LoadedModel
 from common.model.quantization import resolve_quantization
@@ -120,7 +120,7 @@ def _backend(name: str, loaded: LoadedModel, num_threads: int) -> AttentionBacke
     return backend
 
 
-class TransformersRunner:
+class TransformersRunner(DrawingRunner):
     """A `model.base.Runner` over any model that `loader.load` accepts.
 
     With a `row_floor`, steps are padded (`rows`) so that a row's bits depend on its own sequence alone.
@@ -139,11 +139,11 @@ class TransformersRunner:
         """`pool` and `host`, the host tier, are [num_blocks, block_elements] of `loaded.layout`.
 
         `cores`, the node's place on this host, are lent while it rests; it borrows none."""
+        super().__init__(cores)
         self.layout = loaded.layout
         self.max_model_len = loaded.max_model_len
         self.vocab_size = loaded.vocab_size
         self.model_digest = loaded.digest
-        self.logprobs: dict[RequestId, list[float]] = {}
         self.quantization = loaded.quantization
         self._module = loaded.module
         self._layers = loaded.layers
@@ -152,29 +152,14 @@ class TransformersRunner:
         self._host = pool[:0] if host is None else host
         self.num_host_blocks = len(self._host)
         self._row_floor = row_floor
-        self._cores = cores
         self._keeps_rows = "logits_to_keep" in inspect.signature(loaded.module.forward).parameters
-
-    def rest(self) -> None:
-        """See `Runner.rest`."""
-        if self._cores is not None:
-            self._cores.rest()
-
-    def execute(self, plan: StepPlan) -> list[int]:
-        """See `Runner.execute`."""
-        if self._cores is not None:
-            self._cores.work()
-        logits = self.logits(plan)
-        tokens = draw(logits, plan)
-        self.logprobs = logprobs(logits, tokens, plan) if is_scored(plan) else {}
-        return tokens
 
     def copy_blocks(self, copies: Sequence[tuple[BlockId, BlockId]]) -> None:
         """See `Runner.copy_blocks`."""
         copy_rows(self._pool, self._host, copies)
 
     def logits(self, plan: StepPlan) -> npt.NDArray[np.float32]:
-        """The forward pass alone: [chunks that sample, vocab], for the token after each."""
+        """See `DrawingRunner.logits`."""
         step = step_tensors(plan.chunks, self._pool, self.layout.block_size, row_floor=self._row_floor)
         layers, backend, batch = self._layers, self._backend, step.batch
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +51,17 @@ def library(source: Path, *, extra_flags: tuple[str, ...] = ()) -> Path:
             f"cannot write compiled kernels to {target.parent} ({error}); set BATON_CACHE to a writable folder"
         ) from error
     return target
+
+
+def unavailable(load: Callable[[], object]) -> str | None:
+    """Why `load`, which opens a `library`, fails on this machine, or None."""
+    try:
+        load()
+    except ConfigError as error:
+        return error.message
+    except OSError as error:
+        return f"the compiled kernels do not load: {error}"
+    return None
 
 
 def compiler() -> list[str]:
